@@ -1,0 +1,49 @@
+"""Metadata of the package; the settings of the tools are in pyproject.toml."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+
+EXAMPLES = ["scikit-learn"]
+
+setup(
+    name="tf_gpipe",
+    version=runpy.run_path(str(ROOT / "tf_gpipe" / "version.py"))["__version__"],
+    description="GPipe pipeline parallelism for TensorFlow 2 and Keras 3: one strategy scope, nothing else changes",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=["tf_gpipe"],
+    package_data={"tf_gpipe": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.10",
+    # TensorFlow comes in one wheel for each kind of device, and requiring one would install it beside the user's own:
+    # choose by an extra.
+    install_requires=["keras>=3.10,<4", "numpy"],
+    extras_require={
+        "cpu": ["tensorflow-cpu>=2.19,<2.22"],
+        "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
+        "tpu": ["tensorflow-tpu>=2.19,<2.21"],  # No TPU wheel exists after 2.20.
+        "examples": EXAMPLES,
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", *EXAMPLES],
+    },
+    keywords=["tensorflow", "keras", "gpipe", "pipeline parallelism", "model parallelism", "rematerialisation"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,49 @@
+"""What several test modules share: training the same model plainly and under the strategy, and comparing."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import tf_gpipe
+
+
+def scope_of(strategy: tf_gpipe.GPipeStrategy | None) -> Any:
+    """The strategy's scope, or none for plain Keras."""
+    return strategy.scope() if strategy is not None else contextlib.nullcontext()
+
+
+def train(
+    make: Callable[[], keras.Model],
+    data: tuple[Any, ...],
+    strategy: tf_gpipe.GPipeStrategy | None = None,
+    *,
+    compile: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+    seed: int = 0,
+    **fit: Any,
+) -> tuple[keras.Model, dict[str, list[float]]]:
+    """Makes, compiles and fits a model; returns it with its history. Same seed, same initial weights."""
+    with scope_of(strategy):
+        keras.utils.set_random_seed(seed)
+        model = make()
+        arguments = compile() if callable(compile) else compile
+        model.compile(**(arguments or {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}))
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, **fit}
+    return model, model.fit(*data, **fit).history
+
+
+def largest_difference(a: keras.Model, b: keras.Model) -> float:
+    """Largest absolute difference between the weights of two models, moving statistics included."""
+    pairs = list(zip(a.get_weights(), b.get_weights(), strict=True))
+    return max(float(np.max(np.abs(x.astype("float64") - y.astype("float64")))) for x, y in pairs if x.size)
+
+
+def assert_same(a: tuple[keras.Model, dict], b: tuple[keras.Model, dict], tolerance: float = 1e-6) -> None:
+    """Weights and history of two trainings are equal."""
+    difference = largest_difference(a[0], b[0])
+    assert difference <= tolerance, f"weights differ by {difference:.2e}"
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        np.testing.assert_allclose(b[1][name], a[1][name], rtol=2e-6, atol=tolerance, err_msg=name)

@@ -1,0 +1,55 @@
+"""The exception tree, and the rule that the pure modules load without TensorFlow."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tf_gpipe import errors
+
+ROOT = Path(__file__).parents[1]
+
+TREE = {
+    "ArgumentError": ValueError,
+    "DeviceError": ValueError,
+    "DeviceStartedError": RuntimeError,
+    "MicroBatchError": ValueError,
+    "ModelError": ValueError,
+    "PartitionError": ValueError,
+    "ScheduleError": ValueError,
+}
+
+
+def test_all_names_every_exception_of_the_module():
+    found = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert set(errors.__all__) == found == {"GPipeError", *TREE}
+    assert list(errors.__all__) == sorted(errors.__all__)
+
+
+@pytest.mark.parametrize(("name", "builtin"), TREE.items())
+def test_an_exception_is_a_gpipe_error_and_the_builtin_a_user_would_catch(name, builtin):
+    exception = getattr(errors, name)
+    assert exception.__bases__ == (errors.GPipeError, builtin)
+    assert exception.__doc__.endswith(".")
+    with pytest.raises(builtin, match="^the message$"):
+        raise exception("the message")
+
+
+def test_the_base_is_no_builtin_of_its_own():
+    assert errors.GPipeError.__bases__ == (Exception,)
+
+
+def test_the_docstring_draws_the_whole_tree():
+    for name, builtin in TREE.items():
+        line = next(line for line in errors.__doc__.splitlines() if f" {name} " in line)
+        assert f"({builtin.__name__})" in line
+
+
+@pytest.mark.parametrize("module", ["errors", "partition", "schedule", "tasks", "version"])
+def test_a_pure_module_loads_without_tensorflow(module):
+    blocked = "tensorflow", "keras", "numpy"
+    program = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import tf_gpipe.{module}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,350 @@
+"""Every private name of TensorFlow and Keras that the library uses, each with its reason.
+
+The rest of the package imports only public names and this file. `tests/test_compat.py` checks that every name
+below exists in the installed versions, so that an upgrade that moves one fails there and nowhere else.
+
+| what | why no public name serves |
+|---|---|
+| `Functional`, `Sequential._functional`, `Node` | a model's graph of operations has no public reader |
+| `operation_fn` | how Keras hands `training` to the operations of a graph |
+| `get_keras_mask`, `set_keras_mask` | masks are attributes of tensors, lost at every function boundary |
+| `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
+| `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
+| `AutocastScope` | mixed precision inside a stage's body |
+| `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
+| `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
+| handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import AutocastScope, get_keras_mask, set_keras_mask
+from keras.src.backend.common import global_state
+from keras.src.layers.layer import CallContext, Layer
+from keras.src.models.functional import Functional, operation_fn
+from keras.src.ops.node import Node
+from keras.src.random.seed_generator import global_seed_generator
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.eager import record
+from tensorflow.python.ops.resource_variable_ops import variable_accessed
+
+__all__ = [
+    "CallContext",
+    "Functional",
+    "Node",
+    "OneDeviceExtended",
+    "get_keras_mask",
+    "global_seed_generator",
+    "operation_fn",
+    "set_keras_mask",
+]
+
+Structure = Any
+"""A nest of lists, tuples and dicts."""
+
+
+# --- Keras graphs ----------------------------------------------------------------------------------------------------
+
+
+def graph_of(model: keras.Layer) -> Functional | None:
+    """The Functional graph that `model.call` runs through, or None where `call` is the user's own."""
+    call = type(model).call
+    if isinstance(model, keras.Sequential):
+        return model._functional if call is keras.Sequential.call else None
+    if isinstance(model, Functional):
+        return model if call is Functional.call else None
+    return None
+
+
+def nodes_in_order(graph: keras.Function) -> Iterator[Node]:
+    """The nodes of a Keras graph in the order in which Keras runs them, without its inputs."""
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            if node.operation is not None and not node.is_input:
+                yield node
+
+
+def node_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a node; its inputs in them are KerasTensors."""
+    return node.arguments.args, node.arguments.kwargs
+
+
+def input_structure(graph: Functional) -> Structure:
+    """The structure of KerasTensors that a graph was made with as its inputs."""
+    return graph._inputs_struct
+
+
+def output_structure(graph: keras.Function) -> Structure:
+    """The structure of KerasTensors that a graph was made with as its outputs."""
+    return graph._outputs_struct
+
+
+def standardize_inputs(graph: Functional, inputs: Structure) -> list[tf.Tensor | None]:
+    """Flat inputs in the order of `graph.inputs`, checked and converted as Keras itself does."""
+    return graph._standardize_inputs(inputs)
+
+
+def own_seed_states(layer: keras.Layer) -> list[keras.Variable]:
+    """States of the seed generators that a layer itself owns."""
+    return [generator.state for generator in layer._seed_generators]
+
+
+def flatten_layers(operation: keras.Operation) -> list[keras.Layer]:
+    """A layer and all layers inside it; nothing for an operation that is no layer."""
+    return list(operation._flatten_layers()) if isinstance(operation, Layer) else []
+
+
+def losses_of(layer: keras.Layer) -> set[int]:
+    """Identities of the losses that `layer.add_loss` gave to a stateless scope."""
+    return layer._loss_ids
+
+
+def hand_back_loss(layer: keras.Layer, loss: tf.Tensor) -> None:
+    """What `layer.add_loss(loss)` does in plain Keras (a Functional model refuses the public call)."""
+    layer._losses.append(loss)
+
+
+def is_rematerialised(operation: keras.Operation) -> bool:
+    """Whether an operation was made inside `keras.RematScope`."""
+    return any(getattr(part, "_remat_mode", None) is not None for part in [operation, *flatten_layers(operation)])
+
+
+MOMENTS = "_moments"
+"""The method of `keras.layers.BatchNormalization` that takes the statistics of its input, given `(inputs, mask)`."""
+
+
+# --- contexts a stage's body needs -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def call_context(model: keras.Model, training: bool | None) -> Iterator[None]:
+    """Runs operations as if inside `model.__call__(..., training=training)`, wherever they are traced."""
+    before = global_state.get_global_attribute("current_call_ctx")
+    context = CallContext(entry_layer=model)
+    # Keras before 3.12 stores `training` in a field of this name, later versions through `set_value`.
+    context.training = training
+    global_state.set_global_attribute("current_call_ctx", context)
+    dtype = model.compute_dtype if model.compute_dtype != model.variable_dtype else None
+    try:
+        with AutocastScope(dtype) if dtype else contextlib.nullcontext():
+            yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", before)
+
+
+@contextlib.contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of an instance for the duration of a call, past Keras's tracking of attributes."""
+    missing = object()
+    before = target.__dict__.get(name, missing)
+    target.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del target.__dict__[name]
+        else:
+            target.__dict__[name] = before
+
+
+class RecordingScope(keras.StatelessScope):
+    """A stateless scope that also remembers which variables were assigned, in order."""
+
+    def __init__(self, state_mapping: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+        super().__init__(state_mapping=state_mapping, collect_losses=True)
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Called by `variable.assign` inside the scope."""
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+# --- models called inside `strategy.run` -----------------------------------------------------------------------------
+
+_routes = threading.local()
+_routes_lock = threading.Lock()
+_routes_open = 0
+
+
+@contextlib.contextmanager
+def route_models(route: Callable[..., Any] | None) -> Iterator[None]:
+    """While open, `keras.Model.__call__` in this thread asks `route(model, call, args, kwargs)` first.
+
+    `route` None hides an outer route: inside a stage's body a model is a plain Keras model. `keras.Model` has no
+    `__call__` of its own (it inherits the one of `keras.Layer`), so that closing the last route removes ours.
+    """
+    global _routes_open
+    outer = getattr(_routes, "route", None)
+    _routes.route = route
+    with _routes_lock:
+        _routes_open += 1
+        if _routes_open == 1:
+            keras.Model.__call__ = _routed_call
+    try:
+        yield
+    finally:
+        _routes.route = outer
+        with _routes_lock:
+            _routes_open -= 1
+            if _routes_open == 0:
+                del keras.Model.__call__
+
+
+def _routed_call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    plain = Layer.__call__.__get__(model)
+    route = getattr(_routes, "route", None)
+    if route is None or in_stateless_scope():
+        return plain(*args, **kwargs)
+    return route(model, plain, args, kwargs)
+
+
+def in_stateless_scope() -> bool:
+    """Whether Keras runs symbolically, for shapes only."""
+    return global_state.get_global_attribute("stateless_scope") is not None
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """The strategy under whose scope a model was created."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def model_being_prepared() -> tuple[keras.Model, Structure] | None:
+    """The model (and data batch) whose `fit`, `evaluate` or `train_on_batch` is preparing its variables right now.
+
+    Keras draws a batch of the user's data to learn shapes wherever a model has a strategy, and throws the batch away.
+    There is no hook: the frame of `_maybe_symbolic_build` up the stack tells.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "_maybe_symbolic_build" and "self" in frame.f_locals:
+            return frame.f_locals["self"], frame.f_locals.get("data_batch")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def is_recording() -> bool:
+    """Whether any `tf.GradientTape` of this thread is recording."""
+    return bool(record.could_possibly_record())
+
+
+def is_watched(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether a tape wants gradients with respect to one of the tensors."""
+    return bool(record.should_record_backprop(list(tensors)))
+
+
+stop_recording = record.stop_recording
+
+
+@contextlib.contextmanager
+def resume_recording() -> Iterator[None]:
+    """Lets tapes record again inside `stop_recording`: for tapes of their own, in functions that are traced there."""
+    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def record_operation(
+    name: str,
+    outputs: Sequence[tf.Tensor],
+    inputs: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+    gradient: Callable[..., list[Any]],
+) -> None:
+    """Tells every tape that `outputs` came from `inputs` and `variables`, with `gradient(*d_outputs)` as their backward.
+
+    Stands for `tf.custom_gradient`, which in graph mode passes the value of every variable through one `IdentityN`:
+    each weight of the model would be sent to one device at each step.
+    """
+    for variable in variables:
+        variable_accessed(variable)
+    record.record_operation(name, list(outputs), [*inputs, *(v.handle for v in variables)], gradient)
+
+
+def is_zeros(tensor: tf.Tensor) -> bool:
+    """Whether a tape made up this gradient for an output that nothing used (only seen in graph mode)."""
+    if not hasattr(tensor, "op"):
+        return False
+    op = tensor.op
+    if op.type == "Fill":
+        op = op.inputs[1].op
+    if op.type == "Const":
+        value = tf.get_static_value(op.outputs[0])
+        return value is not None and not value.any()
+    return op.type == "ZerosLike"
+
+
+# --- variables -------------------------------------------------------------------------------------------------------
+
+
+def move_variable(variable: tf.Variable, device: str) -> None:
+    """Moves a variable to another device in place.
+
+    The Python object stays, and with it everything that knows it: optimizer slots, checkpoints, exports, the user's
+    references. Functions traced before keep the old copy; place a model before tracing functions of your own.
+    """
+    if tf.DeviceSpec.from_string(variable.device).to_string() == tf.DeviceSpec.from_string(device).to_string():
+        return
+    with tf.init_scope(), tf.device(device):
+        copy = tf.Variable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
+        variable._handle = copy._handle
+        variable._graph_key = copy._graph_key
+
+
+def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras.Variable]]:
+    """Pairs (weight, slot) of all slots that an optimizer has made beside its weights."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        yield from slots_of(inner)
+    weights = getattr(optimizer, "_trainable_variables", None)
+    if not weights:
+        return
+    for value in list(vars(optimizer).values()):
+        if value is not weights and isinstance(value, list) and len(value) == len(weights):
+            for weight, slot in zip(weights, value, strict=True):
+                if isinstance(slot, keras.Variable) and slot.shape == weight.shape:
+                    yield weight, slot
+
+
+def raw_variable(variable: keras.Variable) -> tf.Variable:
+    """The TensorFlow variable itself, whatever cast or stateless scope is open."""
+    return variable._value
+
+
+def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """Operations of a graph and of the functions it calls."""
+    yield from graph.get_operations()
+    for name in graph._functions:
+        inner = getattr(graph._functions[name], "graph", None)
+        if inner is not None and inner is not graph:
+            yield from all_operations(inner)
+
+
+@contextlib.contextmanager
+def on_device(extended: OneDeviceExtended, device: str) -> Iterator[None]:
+    """Lets a one-device strategy act on another device, for the update of a variable that stands there."""
+    before = extended._device
+    extended._device = device
+    try:
+        yield
+    finally:
+        extended._device = before

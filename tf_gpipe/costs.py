@@ -1,0 +1,100 @@
+"""What each operation of a model costs: floating-point operations and bytes, for one row of the batch.
+
+FLOPs are counted from shapes, without running anything: two for each multiply-add of a kernel at each position where
+it is applied, plus one for each element of the output. An unknown dimension counts as 1, so that a model over sequences
+of any length is balanced as for length 1; pass explicit layer counts where that is not what you want.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import keras
+
+from tf_gpipe.model_graph import ModelGraph, Step, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Cost of one operation.
+
+    Attributes:
+        flops: floating-point operations of the forward pass for one row.
+        parameters: number of trainable and other weights, seeds and metrics apart.
+        output_bytes: bytes of its outputs for one row.
+    """
+
+    flops: float
+    parameters: int
+    output_bytes: int
+
+
+def costs(graph: ModelGraph) -> list[Cost]:
+    """Costs of all operations of a model, in order.
+
+    A weight that several operations share counts as a parameter of the first.
+    """
+    seen: set[int] = set()
+    result = []
+    for step in graph.steps:
+        outputs = [graph.specs[ref] for ref in step.outputs]
+        inputs = [graph.specs[ref] for ref in step.inputs]
+        weights = _weights(step)
+        parameters = sum(math.prod(w.shape) for w in weights if id(w) not in seen)
+        seen.update(id(w) for w in weights)
+        result.append(Cost(_flops(step, inputs, outputs), parameters, sum(spec.bytes_per_row for spec in outputs)))
+    return result
+
+
+def boundary_bytes(graph: ModelGraph) -> list[int]:
+    """Bytes for one row that cross a cut before each operation; the model's own inputs do not count."""
+    made_at = {ref: position for position, step in enumerate(graph.steps) for ref in step.outputs}
+    last_use: dict[int, int] = {}
+    for position, step in enumerate(graph.steps):
+        for ref in step.inputs:
+            last_use[ref.index] = position
+    crossing = [0] * len(graph.steps)
+    for ref, start in made_at.items():
+        for position in range(start + 1, last_use.get(ref.index, start) + 1):
+            crossing[position] += graph.specs[ref].bytes_per_row
+    return crossing
+
+
+def _weights(step: Step) -> list[keras.Variable]:
+    own = {id(w) for layer in step.layers[:1] for w in layer.weights}
+    return [v for v in step.variables if id(v) in own or not isinstance(step.operation, keras.Layer)]
+
+
+def _positions(shape: Iterable[int | None]) -> int:
+    """Number of places between the batch and the channels: pixels, tokens."""
+    return math.prod(dimension or 1 for dimension in tuple(shape)[1:-1])
+
+
+def _elements(specs: list[TensorSpec]) -> int:
+    return sum(math.prod(dimension or 1 for dimension in spec.shape[1:]) for spec in specs)
+
+
+_CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D")
+_CONVOLUTIONS += ("SeparableConv2D", "Dense", "EinsumDense")
+
+
+def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> float:
+    """FLOPs of one operation for one row."""
+    operation = step.operation
+    elements = float(_elements(outputs))
+    if isinstance(operation, keras.layers.Embedding):
+        return elements
+    kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1)
+    here = max((_positions(spec.shape) for spec in outputs), default=1)
+    before = max((_positions(spec.shape) for spec in inputs), default=1)
+    if type(operation).__name__ not in _CONVOLUTIONS:
+        here = max(here, before)  # recurrent layers and composites see each position of their input
+    attention = 0.0
+    if isinstance(operation, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention):
+        width = inputs[0].shape[-1] or 1
+        attention = 4.0 * here * before * width
+    if not kernels and type(operation).__name__ in ("Matmul", "Dot", "Einsum"):
+        return 2.0 * elements * max((spec.shape[-1] or 1 for spec in inputs), default=1)
+    return 2.0 * kernels * here + attention + elements

@@ -1,0 +1,59 @@
+"""The exceptions of tf_gpipe, each also the built-in that a user would think of catching.
+
+    Exception
+    └── GPipeError
+        ├── ArgumentError        (ValueError)    an argument of the strategy
+        ├── PartitionError       (ValueError)    operations cannot be divided into stages as asked
+        ├── ScheduleError        (ValueError)    a schedule is incomplete or can never finish
+        ├── DeviceError          (ValueError)    too few devices, or unknown ones
+        ├── DeviceStartedError   (RuntimeError)  TensorFlow has started; its devices are fixed
+        ├── ModelError           (ValueError)    a model that cannot be pipelined as it stands
+        └── MicroBatchError      (ValueError)    a mini-batch that cannot be split
+
+`except tf_gpipe.GPipeError` catches what this package raises and nothing else. Every message says what was expected,
+what was received and what to do. One exception with many messages was rejected: tests and callers would have to read
+the text to tell a wrong model from a wrong device.
+"""
+
+__all__ = [
+    "ArgumentError",
+    "DeviceError",
+    "DeviceStartedError",
+    "GPipeError",
+    "MicroBatchError",
+    "ModelError",
+    "PartitionError",
+    "ScheduleError",
+]
+
+
+class GPipeError(Exception):
+    """Base of every exception that tf_gpipe raises on purpose."""
+
+
+class ArgumentError(GPipeError, ValueError):
+    """An argument of the strategy has a value outside its documented range."""
+
+
+class PartitionError(GPipeError, ValueError):
+    """The operations of a model cannot be divided into stages as asked."""
+
+
+class ScheduleError(GPipeError, ValueError):
+    """A schedule lacks a task, repeats one, puts one on the wrong device, or can never finish."""
+
+
+class DeviceError(GPipeError, ValueError):
+    """There are fewer devices than the pipeline needs, or a device name is unknown."""
+
+
+class DeviceStartedError(GPipeError, RuntimeError):
+    """TensorFlow has already started, so its devices can no longer be configured."""
+
+
+class ModelError(GPipeError, ValueError):
+    """A model cannot be pipelined as it stands."""
+
+
+class MicroBatchError(GPipeError, ValueError):
+    """A mini-batch cannot be split into micro-batches."""

@@ -1,0 +1,52 @@
+"""The user's data under the strategy: nothing is lost, nothing is copied.
+
+With one replica a dataset needs no distribution. But Keras, wherever a model has a strategy, draws a batch from `fit`'s
+data to learn its shapes, and throws it away; a Python generator never gives that batch again (3 of 6 batches were lost
+under `tf.distribute.OneDeviceStrategy`). So Keras gets the kind of a batch instead of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe import compat
+
+
+class InputDataset(tf.distribute.DistributedDataset):
+    """A dataset that Keras may look at without drawing from it.
+
+    Args:
+        dataset: the user's `tf.data.Dataset`.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        if compat.model_being_prepared() is not None and _is_described(self._dataset.element_spec):
+            return iter([self._dataset.element_spec])
+        return iter(self._dataset)
+
+    @property
+    def element_spec(self) -> Any:
+        """Structure of `tf.TypeSpec`s of a batch."""
+        return self._dataset.element_spec
+
+    def reduce(self, initial_state: Any, reduce_fn: Callable[..., Any]) -> Any:
+        """As `tf.data.Dataset.reduce`; autograph turns a loop over the dataset into this call."""
+        return self._dataset.reduce(initial_state, reduce_fn)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+def _is_described(spec: Any) -> bool:
+    """Whether a batch's kind tells all that its shapes would: everything but the number of rows."""
+    for leaf in tf.nest.flatten(spec):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or shape.rank is None:
+            return False
+    return True

@@ -1,0 +1,133 @@
+"""Splits a mini-batch into micro-batches and gathers what they gave.
+
+N rows become min(M, N) micro-batches, as equal as possible, the longer ones first, in order, so that no row is dropped
+or padded. Where N is known only when the step runs, there are always M micro-batches; those beyond N repeat one row of
+the mini-batch, so that no operation ever sees an empty tensor, and count for nothing: weight 0, gradients 0, outputs
+dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_gpipe.errors import MicroBatchError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of the mini-batch each micro-batch takes.
+
+    Attributes:
+        begins: first row of each micro-batch; ints, or scalar int32 tensors.
+        sizes: number of rows that count; int or tensor, 0 only where `total` is a tensor.
+        total: N.
+        static_size: rows of every micro-batch where all have the same known number, else None.
+    """
+
+    begins: tuple[int | tf.Tensor, ...]
+    sizes: tuple[int | tf.Tensor, ...]
+    total: int | tf.Tensor
+    static_size: int | None
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the number of rows is known now."""
+        return isinstance(self.total, int)
+
+    def weight(self, m: int) -> tf.Tensor:
+        """Share of micro-batch `m` in the mini-batch, a float32 scalar; the shares add up to 1."""
+        if self.is_static:
+            return tf.constant(self.sizes[m] / max(self.total, 1), tf.float32)
+        return tf.cast(self.sizes[m], tf.float32) / tf.cast(tf.maximum(self.total, 1), tf.float32)
+
+    def take(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
+        """Rows of micro-batch `m` of a tensor of shape `(N, ...)`."""
+        if len(self) == 1:
+            return tensor
+        if self.is_static:
+            return tensor[self.begins[m] : self.begins[m] + self.sizes[m]]
+        return tensor[self.begins[m] : self.begins[m] + tf.maximum(self.sizes[m], 1)]
+
+    def take_gradient(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
+        """As `take`, for the gradient of a gathered output: zero for a micro-batch that counts for nothing."""
+        part = self.take(tensor, m)
+        if self.is_static:
+            return part
+        return tf.where(tf.equal(self.sizes[m], 0), tf.zeros_like(part), part)
+
+    def counted(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
+        """The rows of an output of micro-batch `m` that belong to the mini-batch."""
+        return tensor if self.is_static else tensor[: self.sizes[m]]
+
+    def gather(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Puts the outputs of all micro-batches together again, in order: shape `(N, ...)`."""
+        if len(parts) == 1:
+            return parts[0]
+        return tf.concat([self.counted(part, m) for m, part in enumerate(parts)], axis=0)
+
+
+def split_rows(num_rows: int | tf.Tensor, num_micro_batches: int) -> Rows:
+    """Rows of each micro-batch: as equal as possible, longer ones first, in order.
+
+    Args:
+        num_rows: N, an int, or a scalar int32 tensor where N is known only when the step runs.
+        num_micro_batches: M ≥ 1.
+
+    Returns:
+        min(M, N) micro-batches where N is an int, else M.
+
+    Example:
+        >>> split_rows(10, 4).sizes
+        (3, 3, 2, 2)
+        >>> split_rows(2, 4).sizes
+        (1, 1)
+
+    Reference: Huang et al. 2019, GPipe, section 2.2 (arXiv:1811.06965).
+    """
+    if isinstance(num_rows, int):
+        count = max(1, min(num_micro_batches, num_rows))
+        short, longer = divmod(num_rows, count)
+        sizes = tuple(short + (m < longer) for m in range(count))
+        begins = tuple(sum(sizes[:m]) for m in range(count))
+        return Rows(begins, sizes, num_rows, None if longer else short)
+    short, longer = num_rows // num_micro_batches, num_rows % num_micro_batches
+    index = range(num_micro_batches)
+    sizes = tuple(short + tf.cast(m < longer, num_rows.dtype) for m in index)
+    begins = tuple(tf.minimum(m * short + tf.minimum(m, longer), tf.maximum(num_rows - 1, 0)) for m in index)
+    return Rows(begins, sizes, num_rows, None)
+
+
+def count_rows(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> int | tf.Tensor:
+    """N, the common length of the first axis of a model's inputs.
+
+    Args:
+        tensors: the inputs, each of shape `(N, ...)`.
+        names: their names, for the error.
+
+    Returns:
+        N as an int where it is known, else a scalar int32 tensor.
+
+    Raises:
+        MicroBatchError: the known first axes differ, or an input has none.
+    """
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.shape.rank == 0:
+            raise MicroBatchError(
+                f"Expected every input of the model to have a batch axis to split. Received: input '{name}' is a "
+                "scalar. Give it one row for each example, or make it a weight or an attribute of a layer."
+            )
+    known = {name: t.shape[0] for t, name in zip(tensors, names, strict=True) if t.shape[0] is not None}
+    if len(set(known.values())) > 1:
+        raise MicroBatchError(
+            f"Expected all inputs of the model to have the same number of rows. Received: {known}. "
+            "Make the first axis of every input the batch axis."
+        )
+    if known:
+        return int(next(iter(known.values())))
+    return tf.shape(tensors[0])[0]

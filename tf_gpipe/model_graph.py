@@ -1,0 +1,345 @@
+"""A Keras model as a chain of operations: where it may be cut, and what crosses a cut.
+
+A Functional or Sequential model already holds its graph. Models nested in it are opened, so that they can be cut
+inside. A subclassed model is followed once per training flag, by running its `call` on symbolic inputs. The result is a
+`ModelGraph`: operations in an order in which they can run, and named references instead of tensors, so that any
+contiguous part of it can run anywhere.
+
+       x ──▶ dense ──r1──▶ relu ──r2──▶ ┬ dense_1 ──r3──▶ add ──▶ y        steps      dense relu dense_1 add
+                                        └────────r2──────▶┘                cut before "add": r2 and r3 cross
+
+A nested model's own name stays in the names of its operations (`encoder/dense_1`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from tf_gpipe import compat
+from tf_gpipe.errors import ModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The name of a tensor between operations."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before any data: shape with None for the batch, dtype, name."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+    name: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether gradients flow through it."""
+        return tf.as_dtype(self.dtype).is_floating
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes for one row of the batch; an unknown dimension counts as 1."""
+        size = tf.as_dtype(self.dtype).size
+        for dimension in self.shape[1:]:
+            size *= dimension or 1
+        return size
+
+
+class ConvertInput(keras.Operation):
+    """What a nested model does to an input on entry: the dtype and rank that its `keras.Input` was made with."""
+
+    def __init__(self, graph: keras.Model, index: int, name: str) -> None:
+        super().__init__(name=name)
+        self.spec = graph.inputs[index]
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        """Casts, then adds or drops a last axis of length 1, as Keras does; a mask stays."""
+        mask = compat.get_keras_mask(x)
+        if len(x.shape) == len(self.spec.shape) + 1:
+            x = keras.ops.squeeze(x, axis=-1)
+        elif len(x.shape) == len(self.spec.shape) - 1:
+            x = keras.ops.expand_dims(x, axis=-1)
+        x = keras.ops.cast(x, self.spec.dtype)
+        if mask is not None:
+            compat.set_keras_mask(x, mask)
+        return x
+
+    def compute_output_spec(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        """Shape and dtype of the nested model's input."""
+        return keras.KerasTensor(self.spec.shape, self.spec.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of one operation.
+
+    Attributes:
+        name: the operation's name, after those of the models around it: `encoder/dense_1`.
+        operation: the Keras layer or operation.
+        args, kwargs: its arguments, with a `Ref` for each tensor.
+        inputs: the refs in them.
+        outputs: refs of its outputs, flat.
+    """
+
+    name: str
+    operation: keras.Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+
+    def run(self, values: dict[Ref, Any], training: bool | None) -> None:
+        """Reads the inputs from `values`, runs the operation and adds its outputs to them."""
+
+        def value(leaf: Any) -> Any:
+            return values[leaf] if isinstance(leaf, Ref) else leaf
+
+        args = tree.map_structure(value, self.args)
+        kwargs = tree.map_structure(value, self.kwargs)
+        results = compat.operation_fn(self.operation, training=training)(*args, **kwargs)
+        values.update(zip(self.outputs, tree.flatten(results), strict=False))
+
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """The layer and all layers inside it; none for a bare operation such as `x + y`."""
+        return compat.flatten_layers(self.operation)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All variables it uses: weights, state, seeds, and variables passed as arguments."""
+        passed = [leaf for leaf in tree.flatten((self.args, self.kwargs)) if isinstance(leaf, keras.Variable)]
+        own = self.operation.variables if isinstance(self.operation, keras.Layer) else []
+        return list({id(v): v for v in [*own, *passed]}.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelGraph:
+    """A model as a chain of steps.
+
+    Attributes:
+        model: the Keras model.
+        steps: its operations, in an order in which they can run.
+        inputs: refs of the model's inputs, in Keras's flat order.
+        outputs: structure of refs that the model returns.
+        specs: what is known of every ref.
+    """
+
+    model: keras.Model
+    steps: tuple[Step, ...]
+    inputs: tuple[Ref, ...]
+    outputs: Any
+    specs: dict[Ref, TensorSpec]
+
+    @property
+    def flat_outputs(self) -> tuple[Ref, ...]:
+        """Refs of the model's outputs, flat."""
+        return tuple(tree.flatten(self.outputs))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the steps: where a partition may cut before."""
+        return [step.name for step in self.steps]
+
+    def crossing(self, start: int, end: int) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
+        """What steps `start` to `end` − 1 take from outside, and what others (or the caller) take from them."""
+        part = self.steps[start:end]
+        made = {ref for step in part for ref in step.outputs}
+        taken = dict.fromkeys(ref for step in part for ref in step.inputs if ref not in made)
+        used = {ref for step in self.steps[end:] for ref in step.inputs} | set(self.flat_outputs)
+        given = dict.fromkeys(ref for step in part for ref in step.outputs if ref in used)
+        return tuple(taken), tuple(given)
+
+
+class _Builder:
+    """Collects steps while graphs are opened."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.specs: dict[Ref, TensorSpec] = {}
+        self.names: dict[str, int] = {}
+
+    def new_ref(self, tensor: keras.KerasTensor) -> Ref:
+        ref = Ref(len(self.specs))
+        self.specs[ref] = TensorSpec(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype), tensor.name)
+        return ref
+
+    def unique(self, name: str) -> str:
+        """A layer that is called again gets `name:1`, so that a cut has one place."""
+        count = self.names.get(name, 0)
+        self.names[name] = count + 1
+        return f"{name}:{count}" if count else name
+
+    def open(self, graph: keras.Function, inputs: Sequence[Ref], prefix: str) -> dict[int, Ref]:
+        """Adds the steps of a graph whose inputs are known. Returns the refs of all its tensors by identity."""
+        refs = {id(tensor): ref for tensor, ref in zip(graph.inputs, inputs, strict=True)}
+        for node in compat.nodes_in_order(graph):
+            args, kwargs = (
+                tree.map_structure(lambda leaf: refs[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, part)
+                for part in compat.node_arguments(node)
+            )
+            inner = _graph_to_open(node.operation, args, kwargs)
+            if inner is not None:
+                path = self.unique(f"{prefix}{node.operation.name}")
+                found = self.open(inner, self.enter(inner, args[0], path), f"{path}/")
+                outputs = [found[id(tensor)] for tensor in inner.outputs]
+            else:
+                outputs = [self.new_ref(tensor) for tensor in node.outputs]
+                taken = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, Ref)]
+                name = self.unique(f"{prefix}{node.operation.name}")
+                self.steps.append(Step(name, node.operation, args, kwargs, tuple(dict.fromkeys(taken)), tuple(outputs)))
+            refs.update((id(tensor), ref) for tensor, ref in zip(node.outputs, outputs, strict=True))
+        return refs
+
+    def enter(self, graph: keras.Model, inputs: Any, path: str) -> list[Ref]:
+        """Refs of a nested model's inputs: the caller's, converted where the model was made for another dtype."""
+        refs = []
+        for index, (ref, tensor) in enumerate(zip(_flat_inputs(graph, inputs) or [], graph.inputs, strict=True)):
+            spec = self.specs[ref]
+            if (len(spec.shape), spec.dtype) != (len(tensor.shape), keras.backend.standardize_dtype(tensor.dtype)):
+                operation = ConvertInput(graph, index, name=f"convert_{tensor.name}".replace("/", "_"))
+                converted = self.new_ref(tensor)
+                name = self.unique(f"{path}/{operation.name}")
+                self.steps.append(Step(name, operation, (ref,), {}, (ref,), (converted,)))
+                ref = converted
+            refs.append(ref)
+        return refs
+
+
+def _flat_inputs(graph: keras.Model, inputs: Any) -> list[Ref] | None:
+    """The refs passed to a nested model in the order of `graph.inputs`; None where only Keras can sort them out."""
+    structure = compat.input_structure(graph)
+    if isinstance(inputs, Ref):
+        return [inputs] if len(graph.inputs) == 1 else None
+    try:
+        tree.assert_same_structure(tree.lists_to_tuples(inputs), tree.lists_to_tuples(structure))
+    except (ValueError, TypeError):
+        return None
+    flat = tree.flatten(inputs)
+    return flat if all(isinstance(leaf, Ref) for leaf in flat) else None
+
+
+def _graph_to_open(operation: keras.Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> keras.Model | None:
+    """The graph inside a nested model, where running its operations one by one is the same as calling the model."""
+    if not isinstance(operation, keras.Model) or type(operation).__call__ is not keras.Model.__call__:
+        return None
+    graph = compat.graph_of(operation)
+    plain = graph is not None and len(args) == 1 and not set(kwargs) - {"training"}
+    if not plain or operation.activity_regularizer is not None or operation.quantization_mode is not None:
+        return None
+    return graph if _flat_inputs(graph, args[0]) is not None else None
+
+
+def build(model: keras.Model, inputs: Any = None, training: bool | None = None) -> ModelGraph:
+    """The chain of operations of a model.
+
+    Args:
+        model: a built Keras model: Sequential, Functional or subclassed.
+        inputs: for a subclassed model, a structure of tensors (or anything with `shape` and `dtype`) as its `call`
+            takes it.
+        training: for a subclassed model, the flag to follow `call` with.
+
+    Returns:
+        The chain.
+
+    Raises:
+        ValueError: the model has no operations, or a subclassed model's `call` cannot be followed.
+    """
+    graph = compat.graph_of(model)
+    if graph is not None:
+        structure = compat.output_structure(graph)
+    else:
+        graph, structure = _follow(model, inputs, training)
+    builder = _Builder()
+    inputs_refs = tuple(builder.new_ref(tensor) for tensor in graph.inputs)
+    refs = builder.open(graph, inputs_refs, prefix="")
+    outputs = tree.map_structure(lambda tensor: refs[id(tensor)], structure)
+    if compat.graph_of(model) is not None and isinstance(outputs, list | tuple) and len(outputs) == 1:
+        outputs = outputs[0]  # as Keras does
+    if not builder.steps:
+        raise ModelError(f"Expected a model with at least one operation. Received: '{model.name}', which has none.")
+    for step in builder.steps:
+        _refuse(model, step)
+    return ModelGraph(model, tuple(builder.steps), inputs_refs, outputs, builder.specs)
+
+
+def _refuse(model: keras.Model, step: Step) -> None:
+    """Raises for operations that cannot be part of a pipeline."""
+    if compat.is_rematerialised(step.operation):
+        raise ModelError(
+            f"Expected layers made outside `keras.RematScope`, which does not work in graph mode on TensorFlow. "
+            f"Received: '{step.name}' of '{model.name}' was made inside one. Make the model without it: "
+            "GPipeStrategy rematerialises by itself, see its argument `remat`."
+        )
+    for layer in step.layers:
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise ModelError(
+                f"Expected layers that leave their weights alone while they run. Received: '{step.name}' of "
+                f"'{model.name}' is a SpectralNormalization, which assigns its kernel at each call, so that "
+                "micro-batches would see different weights. Replace it by a kernel constraint, or train without it."
+            )
+
+
+def check_splittable(graph: ModelGraph, num_micro_batches: int) -> None:
+    """Raises where a model was made for one batch size only, which micro-batches do not have.
+
+    Raises:
+        ValueError: an input with a fixed batch size, or a stateful recurrent layer, with more than one micro-batch.
+    """
+    if num_micro_batches == 1:
+        return
+    for ref in graph.inputs:
+        spec = graph.specs[ref]
+        if spec.shape and spec.shape[0] is not None:
+            raise ModelError(
+                f"Expected inputs without a fixed batch size, since each of {num_micro_batches} micro-batches has "
+                f"fewer rows. Received: input '{spec.name}' of '{graph.model.name}' with batch size {spec.shape[0]}. "
+                "Make the input with `keras.Input(shape=...)` alone, or set num_micro_batches=1."
+            )
+    for step in graph.steps:
+        for layer in step.layers:
+            if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
+                raise ModelError(
+                    f"Expected recurrent layers without state between batches. Received: '{step.name}' of "
+                    f"'{graph.model.name}' with stateful=True, whose state belongs to the rows of a whole mini-batch. "
+                    "Set stateful=False, or num_micro_batches=1."
+                )
+
+
+def _follow(model: keras.Model, inputs: Any, training: bool | None) -> tuple[keras.Function, Any]:
+    """Runs the `call` of a subclassed model on symbolic inputs and returns its graph and the outputs' structure."""
+    if inputs is None:
+        raise ModelError(
+            f"Expected the inputs of '{model.name}' to be known, since it is a subclassed model whose `call` must be "
+            "followed. Received: none. Call it once on data first: `model.fit`, or `strategy.run(model, (x,))`."
+        )
+    symbolic = tree.map_structure(
+        lambda t: keras.Input(batch_shape=(None, *t.shape[1:]), dtype=keras.backend.standardize_dtype(t.dtype)), inputs
+    )
+    takes_training = "training" in inspect.signature(model.call).parameters
+    known = {"training": training} if takes_training and training is not None else {}
+    try:
+        with compat.call_context(model, training):
+            outputs = model.call(symbolic, **known)
+        flat = tree.flatten(outputs)
+        if not flat or not all(isinstance(tensor, keras.KerasTensor) for tensor in flat):
+            raise TypeError(f"`call` returned {outputs!r}")
+        return keras.Function(tree.flatten(symbolic), flat), outputs
+    except Exception as error:
+        raise ModelError(
+            f"Expected a model whose operations can be followed, to cut it into stages: a Sequential or Functional "
+            f"model, or a subclassed one whose `call` uses only layers and `keras.ops`. Received: '{model.name}' "
+            f"({type(model).__name__}), whose `call` failed on symbolic inputs with {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
+            "Replace operations of TensorFlow by those of `keras.ops`, put what cannot be replaced (and `add_loss`) "
+            "into a layer of its own, or build the model with the functional API: `keras.Model(inputs, outputs)`."
+        ) from error

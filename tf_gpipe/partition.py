@@ -1,0 +1,318 @@
+"""From the cost of each operation to K consecutive, non-empty stages.
+
+The slowest stage sets the pace of a pipeline, so the partition minimises the heaviest stage, and does so exactly:
+costs are turned into whole numbers of one common unit (every float is one), so neither rounding nor the order of
+summation can make two machines cut differently. Heuristics were rejected, since the exact answer is instantaneous: a
+threshold on the cumulative cost leaves stages empty, and moving cuts until the stages look alike stops early (costs
+`[1, 1, 1, 1, 1, 1, 10]` in two stages gave a heaviest stage of 13 where 10 is possible).
+
+    costs     4 | 1  1  1 | 3  2      K = 3
+    counts    1 |    3    |   2
+    loads     4 |    3    |   5       heaviest 5, squares 50; 4 1 | 1 1 | 3 2 has 5 too, and squares 54
+
+Nothing here imports TensorFlow, and an operation is only an index and, for explicit partitions, a name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
+from tf_gpipe.errors import PartitionError
+
+__all__ = ["balance", "explicit"]
+
+_MAX_NAMES_IN_ERROR = 8
+
+
+def balance(
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    boundary_bytes: Sequence[float] | None = None,
+    memory_bytes: Sequence[float] | None = None,
+    memory_limit_bytes: float | None = None,
+) -> tuple[int, ...]:
+    """Divides a chain of operations into stages so that the heaviest stage is as light as possible.
+
+    Stands for the minimum over all partitions of (heaviest load, sum of squared loads, bytes that cross the cuts,
+    cuts), compared in this order: of equally good partitions the most even one, then the one that sends least, then the
+    one that cuts earliest.
+
+    Args:
+        costs: cost of each of n operations, ≥ 0, in any unit (FLOPs, seconds, bytes).
+        num_stages: K, from 1 to n.
+        boundary_bytes: n numbers ≥ 0; entry i is what crosses a cut before operation i (entry 0 is not used).
+        memory_bytes: n numbers ≥ 0, the memory of each operation. Needed with `memory_limit_bytes`, else not used.
+        memory_limit_bytes: the most memory that the operations of one stage may need together; no limit by default.
+
+    Returns:
+        K counts ≥ 1 that add up to n: the number of consecutive operations in each stage.
+
+    Raises:
+        PartitionError: K is not from 1 to n; a sequence has the wrong length or holds a number that is negative or not
+            finite; or no partition keeps to the memory limit, and the message names the smallest limit that one does.
+
+    Example:
+        >>> balance([1, 1, 1, 1, 1, 1, 10], num_stages=2)
+        (6, 1)
+        >>> balance([1, 2, 3, 4], num_stages=2, memory_bytes=[5, 5, 1, 1], memory_limit_bytes=8)
+        (1, 3)
+    """
+    num_operations = len(costs)
+    num_stages = _check_num_stages(num_operations, num_stages)
+    loads, _ = _prefix_sums("costs", costs, num_operations)
+    furthest = [num_operations] * num_operations
+    if memory_limit_bytes is not None:
+        furthest = _furthest_by_memory(memory_bytes, memory_limit_bytes, num_operations, num_stages)
+    bottleneck = _lightest_bottleneck(loads, furthest, num_stages)
+    furthest = list(map(min, furthest, _furthest_ends(loads, bottleneck)))
+    crossing = [0] * num_operations
+    if boundary_bytes is not None:
+        crossing, _ = _whole_numbers("boundary_bytes", boundary_bytes, num_operations)
+    return _most_even(loads, crossing, furthest, num_stages)
+
+
+def explicit(partition: Sequence[int] | Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+    """Turns a partition written by the user into the number of operations in each stage.
+
+    A name is looked up in full, then as the end of a longer name after a `/` (`"dense_1"` or `"block/dense_1"` for
+    `"encoder/block/dense_1"`), then as a nested model, which is cut before the first of its operations.
+
+    Args:
+        partition: K counts ≥ 1 that add up to the number of operations, or the K−1 names of the operations to cut
+            before, in the model's order.
+        names: name of each operation, in the model's order; `/` separates a nested model from its layers.
+        num_stages: K.
+
+    Returns:
+        K counts ≥ 1 that add up to `len(names)`.
+
+    Raises:
+        PartitionError: K is not from 1 to `len(names)`, or the partition does not name K non-empty stages. The message
+            gives the total of the counts, or similar names, or the names between which a short one does not decide.
+
+    Example:
+        >>> explicit([1, 2], ["dense", "head/dense_1", "head/softmax"], num_stages=2)
+        (1, 2)
+        >>> explicit(["softmax"], ["dense", "head/dense_1", "head/softmax"], num_stages=2)
+        (2, 1)
+    """
+    num_stages = _check_num_stages(len(names), num_stages)
+    if isinstance(partition, Iterable) and not isinstance(partition, str):
+        cut_names = [entry for entry in partition if isinstance(entry, str)]
+        counts = [count for count in map(_whole, partition) if count is not None]
+        if len(counts) == len(partition) > 0:
+            return _from_counts(counts, len(names), num_stages)
+        if len(cut_names) == len(partition):
+            return _from_names(cut_names, names, num_stages)
+    raise PartitionError(
+        f"An explicit partition is a list of {num_stages} layer counts, or of the {num_stages - 1} layer names to cut "
+        f"before; received {partition!r}. Write, for example, {_even_counts(len(names), num_stages)}."
+    )
+
+
+def _from_counts(counts: list[int], num_operations: int, num_stages: int) -> tuple[int, ...]:
+    advice = f"Write, for example, {_even_counts(num_operations, num_stages)}."
+    if len(counts) != num_stages:
+        raise PartitionError(
+            f"A partition into {num_stages} stages has {num_stages} layer counts; received {len(counts)}, {counts}. "
+            f"{advice}"
+        )
+    if min(counts) < 1:
+        raise PartitionError(f"Every stage holds at least 1 layer; received the layer counts {counts}. {advice}")
+    if sum(counts) != num_operations:
+        raise PartitionError(
+            f"The layer counts of a partition must add up to the model's {num_operations} layers; received {counts}, "
+            f"which add up to {sum(counts)}. {advice}"
+        )
+    return tuple(counts)
+
+
+def _from_names(cut_names: list[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+    if len(cut_names) != num_stages - 1:
+        raise PartitionError(
+            f"A partition into {num_stages} stages has {num_stages - 1} layer names to cut before; received "
+            f"{len(cut_names)}, {cut_names}. Name one layer for each stage but the first, or set "
+            f"num_stages={len(cut_names) + 1}."
+        )
+    cuts = [_find(name, names) for name in cut_names]
+    for name, cut in zip(cut_names, cuts, strict=True):
+        if cut == 0:
+            raise PartitionError(
+                f"A partition cannot cut before {name!r}, the model's first layer, since the first stage would be "
+                "empty. Name the first layer of each stage but the first."
+            )
+    for (first_name, first), (name, cut) in itertools.pairwise(zip(cut_names, cuts, strict=True)):
+        if first == cut:
+            raise PartitionError(
+                f"Each cut of a partition must be another; received {first_name!r} and {name!r}, the same layer. "
+                "Name it once, and another layer for the other cut."
+            )
+        if first > cut:
+            in_order = [name for _, name in sorted(zip(cuts, cut_names, strict=True))]
+            raise PartitionError(
+                f"The layers to cut before must be in the model's order; received {first_name!r} (layer {first}) "
+                f"before {name!r} (layer {cut}). Write {in_order}."
+            )
+    return tuple(end - start for start, end in itertools.pairwise([0, *cuts, len(names)]))
+
+
+def _find(name: str, names: Sequence[str]) -> int:
+    """Index of the operation that `name` stands for: in full, as the end of a path, or as a nested model."""
+    found = [i for i, full in enumerate(names) if full == name]
+    found = found or [i for i, full in enumerate(names) if full.endswith(f"/{name}")]
+    found = found or [i for i, full in enumerate(names) if f"/{name}/" in f"/{full}"][:1]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        candidates = ", ".join(f"{names[i]!r} (layer {i})" for i in found)
+        repeated = len({names[i] for i in found}) < len(found)
+        advice = "Write the partition as layer counts." if repeated else "Write the whole name."
+        raise PartitionError(f"{name!r} must stand for one layer; received a name of {candidates}. {advice}")
+    short = {full.rpartition("/")[2]: full for full in reversed(names)}
+    near = [short.get(match, match) for match in difflib.get_close_matches(name, [*names, *short], n=3)]
+    if near:
+        advice = f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
+    else:
+        known = ", ".join(map(repr, names[:_MAX_NAMES_IN_ERROR]))
+        advice = f"Its layers are {known}{', …' if len(names) > _MAX_NAMES_IN_ERROR else ''}."
+    raise PartitionError(f"The model has no layer {name!r} to cut before. {advice}")
+
+
+def _even_counts(num_operations: int, num_stages: int) -> list[int]:
+    quotient, remainder = divmod(num_operations, num_stages)
+    return [quotient + (k < remainder) for k in range(num_stages)]
+
+
+def _check_num_stages(num_operations: int, num_stages: int) -> int:
+    count = _whole(num_stages)
+    if count is None or count < 1:
+        raise PartitionError(f"num_stages must be a whole number of at least 1; received {num_stages!r}.")
+    if count > num_operations:
+        raise PartitionError(
+            f"Every stage holds at least 1 operation; received {count} stages for a model of {num_operations} "
+            f"operations. Set num_stages to {num_operations} or less."
+        )
+    return count
+
+
+def _whole(value: object) -> int | None:
+    """`value` as an int if it is a whole number of any type but bool, else None."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    return operator.index(value)
+
+
+def _whole_numbers(name: str, values: Sequence[float], length: int) -> tuple[list[int], int]:
+    """Scales numbers to whole ones without any rounding, and returns the scale: a float is a whole number over 2^p."""
+    if len(values) != length:
+        raise PartitionError(
+            f"{name} must hold one number for each of the {length} operations; received {len(values)}. "
+            "Measure both on the same model."
+        )
+    ratios = []
+    for i, value in enumerate(values):
+        whole = _whole(value)
+        number = float(value) if whole is None else whole
+        if not math.isfinite(number) or number < 0:
+            raise PartitionError(f"{name} must be finite and at least 0; received {value!r} for operation {i}.")
+        ratios.append(number.as_integer_ratio())
+    scale = math.lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (scale // denominator) for numerator, denominator in ratios], scale
+
+
+def _prefix_sums(name: str, values: Sequence[float], length: int) -> tuple[list[int], int]:
+    """Sums of the first 0, 1, …, n values as whole numbers, and their scale: operations i to j−1 weigh s[j] − s[i]."""
+    whole, scale = _whole_numbers(name, values, length)
+    return list(itertools.accumulate(whole, initial=0)), scale
+
+
+def _furthest_ends(sums: Sequence[int], limit: int) -> list[int]:
+    """For each first operation i, the furthest end j of a stage i … j−1 that weighs no more than the limit."""
+    return [bisect_right(sums, start + limit) - 1 for start in sums[:-1]]
+
+
+def _furthest_by_memory(
+    memory_bytes: Sequence[float] | None, limit_bytes: float, num_operations: int, num_stages: int
+) -> list[int]:
+    """`_furthest_ends` under the memory limit; raises a `PartitionError` if that leaves no partition."""
+    if memory_bytes is None:
+        raise PartitionError(
+            f"memory_limit_bytes={limit_bytes} needs memory_bytes, the memory of each operation; received none. "
+            "Pass both or neither."
+        )
+    sums, scale = _prefix_sums("memory_bytes", memory_bytes, num_operations)
+    (limit,), limit_scale = _whole_numbers("memory_limit_bytes", [limit_bytes], 1)
+    smallest = _lightest_bottleneck(sums, [num_operations] * num_operations, num_stages)
+    if smallest * limit_scale > limit * scale:
+        raise PartitionError(
+            f"No partition into {num_stages} stages keeps every stage within memory_limit_bytes={limit_bytes}. The "
+            f"smallest limit that works is {-(-smallest // scale)} bytes; raise the limit to it or use more stages."
+        )
+    return _furthest_ends(sums, limit * scale // limit_scale)
+
+
+def _lightest_bottleneck(sums: Sequence[int], furthest: Sequence[int], num_stages: int) -> int:
+    """Weight of the heaviest stage in the best partition, by bisection over whole numbers.
+
+    A limit can be kept if filling stage after stage up to it needs at most K stages: stages can then be divided until
+    there are K, which makes none of them heavier.
+    """
+
+    def can_keep(limit: int) -> bool:
+        end = 0
+        for _ in range(num_stages):
+            end = min(bisect_right(sums, sums[end] + limit) - 1, furthest[end])
+            if end == len(furthest):
+                return True
+        return False
+
+    low, high = max(end - start for start, end in itertools.pairwise(sums)), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if can_keep(middle) else (middle + 1, high)
+    return low
+
+
+def _most_even(
+    loads: Sequence[int], crossing: Sequence[int], furthest: Sequence[int], num_stages: int
+) -> tuple[int, ...]:
+    """Of the partitions whose stages end by `furthest`, the one of smallest squares, then bytes, then cuts.
+
+    Dynamic programme over suffixes. With best[k][i] for operations i, i+1, … in k stages, whose first stage ends at j:
+
+        best[k][i] = min over j of  (loads[j] − loads[i])² · W  +  crossing[j]  +  best[k−1][j]
+
+    W exceeds all bytes together, so one number compares squares first and bytes second, and the first of equal j cuts
+    earliest. As squares are convex, that j never moves left when i moves right; so the middle row's j halves the
+    columns that are left to try for the rows on either side: O(K·n·log n) in all.
+    """
+    num_operations = len(furthest)
+    weight = sum(crossing) + 1
+    starts = range(bisect_left(furthest, num_operations), num_operations)  # Where the last k stages may start.
+    best = {i: (loads[-1] - loads[i]) ** 2 * weight for i in starts}
+    first_ends = []  # One dictionary for k = 2, 3, …: where the first of k stages ends, by its start.
+    for k in range(2, num_stages + 1):
+        ends, starts = starts, range(bisect_left(furthest, starts[0]), num_operations - k + 1)
+        rest = {j: crossing[j] + best[j] for j in ends}
+        best, first_end = {}, {}
+        todo = [(starts[0], starts[-1], ends[0], ends[-1])]
+        while todo:
+            first, last, low, high = todo.pop()
+            if first > last:
+                continue
+            i = (first + last) // 2
+            tries = range(max(low, i + 1), min(high, furthest[i]) + 1)
+            best[i], first_end[i] = min(((loads[j] - loads[i]) ** 2 * weight + rest[j], j) for j in tries)
+            todo += [(first, i - 1, low, first_end[i]), (i + 1, last, first_end[i], high)]
+        first_ends.append(first_end)
+    cuts = [0]
+    for first_end in reversed(first_ends):
+        cuts.append(first_end[cuts[-1]])
+    return tuple(end - start for start, end in itertools.pairwise([*cuts, num_operations]))

@@ -1,0 +1,466 @@
+"""Runs a schedule over the stages of a model: one differentiable call.
+
+      inputs ──split──▶ x₀ x₁ … ──▶ forward tasks ──▶ y₀ y₁ … ──gather──▶ outputs, losses       [1] [2] [3]
+                                        │ stage inputs, states
+    d inputs ◀─gather── d x₀ d x₁ … ◀── backward tasks ◀── d y₀ d y₁ … ◀──split── d outputs      [4] [5]
+
+The order of the tasks of a stage is the schedule's; a control dependency from each to the next enforces it on every kind
+of device and bounds memory. What a stage needs is sent straight to it from wherever it was made, so that a skip connection
+over several cuts passes no stage in between. The loss is not taken here: whoever called the model takes it from the gathered
+outputs of the whole mini-batch, so that every reduction and mask is exact.
+
+The loop over micro-batches is unrolled: one call operation for each task. See docs/decisions/0001-form-of-the-loop.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import compat, state
+from tf_gpipe.errors import ModelError
+from tf_gpipe.micro_batch import Rows, count_rows, split_rows
+from tf_gpipe.model_graph import Ref, check_splittable
+from tf_gpipe.plan import Plan
+from tf_gpipe.schedule import Schedule, Task
+from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs, zero_sums
+
+REMAT_MODES = ("always", "except_last", "never")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOutput:
+    """What a pipelined call gives.
+
+    Attributes:
+        outputs: the model's outputs for the whole mini-batch, flat, with their masks attached.
+        losses: what the model's layers passed to `add_loss`, with the layer that did.
+    """
+
+    outputs: list[tf.Tensor]
+    losses: list[tuple[keras.Layer, tf.Tensor]]
+
+
+class Pipeline:
+    """A model divided into stages, ready to be called.
+
+    Args:
+        plan: the stages.
+        num_micro_batches: M.
+        remat: which micro-batches recompute their activations in the backward pass.
+        jit_compile: whether XLA compiles the stages.
+    """
+
+    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: str, jit_compile: bool) -> None:
+        check_splittable(plan.graph, num_micro_batches)
+        self.plan = plan
+        self.num_micro_batches = num_micro_batches
+        self.remat = remat
+        self.stages = [Stage(stage, jit_compile=jit_compile) for stage in plan.stages if stage.steps]
+
+    def __call__(self, inputs: Sequence[tf.Tensor | None], training: bool | None) -> PipelineOutput:
+        """Runs the model on a mini-batch.
+
+        Args:
+            inputs: the model's inputs, flat, each of shape `(N, ...)`, or None for an optional one.
+            training: the training flag.
+        """
+        return _Call(self, list(inputs), training).run()
+
+
+class _Call:
+    """One pipelined call: the values at all boundaries, from the first forward task to the last backward task."""
+
+    def __init__(self, pipeline: Pipeline, inputs: list[tf.Tensor | None], training: bool | None) -> None:
+        self.pipeline = pipeline
+        self.stages = pipeline.stages
+        self.graph = pipeline.plan.graph
+        self.training = training
+        self.inputs = inputs
+        given = [(t, self.graph.specs[ref].name) for t, ref in zip(inputs, self.graph.inputs, strict=True)]
+        there = [(t, name) for t, name in given if t is not None]
+        rows = count_rows([t for t, _ in there], [name for _, name in there])
+        self.rows: Rows = split_rows(rows, pipeline.num_micro_batches)
+        self.schedule = Schedule.gpipe(len(self.stages), len(self.rows))
+        self.values: dict[tuple[Ref, int], tf.Tensor | None] = {}
+        self.masks: dict[tuple[Ref, int], tf.Tensor | None] = {}
+        self.results: dict[Task, ForwardResult] = {}
+        self.flat_inputs: dict[Task, list[tf.Tensor]] = {}
+        self.tapes: dict[Task, tf.GradientTape] = {}
+        self.signatures: list[Signature] = []
+        self.forwards: list[Forward] = []
+        self.last_task: dict[int, tf.Operation] = {}
+        self.needs_gradient: dict[Ref, bool] = {}
+
+    # --- [1] to [3]: forward ---
+
+    def run(self) -> PipelineOutput:
+        """The forward pass; tapes learn how to go back."""
+        recording = compat.is_recording()
+        with compat.stop_recording():
+            self._split_inputs()
+        self._trace()
+        for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
+            is_float = tensor is not None and self.graph.specs[ref].is_float
+            self.needs_gradient[ref] = bool(is_float and recording and compat.is_watched([tensor]))
+        self._find_needs()
+        kept = self._kept_micro_batches() if recording and self.training else set()
+        self._run_forward(kept)
+        with compat.stop_recording():
+            outputs = self._gather_outputs()
+            losses = self._pool_losses()
+            self._update_state()
+        if recording:
+            self._record([t for t in outputs if t.dtype.is_floating] + [loss for _, loss in losses])
+        return PipelineOutput(outputs, losses)
+
+    def _kept_micro_batches(self) -> set[int]:
+        """Micro-batches whose activations are kept for the backward pass."""
+        count = len(self.rows)
+        return {"always": set(), "except_last": {count - 1}, "never": set(range(count))}[self.pipeline.remat]
+
+    def _split_inputs(self) -> None:
+        for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
+            mask = None if tensor is None else compat.get_keras_mask(tensor)
+            for m in range(len(self.rows)):
+                self.values[ref, m] = None if tensor is None else self.rows.take(tensor, m)
+                self.masks[ref, m] = None if mask is None else self.rows.take(mask, m)
+
+    def _trace(self) -> None:
+        """Traces every stage's forward function, each for what the ones before it give."""
+        specs: dict[Ref, Any] = {}
+        for ref in self.graph.inputs:
+            specs[ref] = tuple(self._input_spec(tensors[ref, 0]) for tensors in (self.values, self.masks))
+        for stage in self.stages:
+            values, masks = (
+                zip(*(specs[ref] for ref in stage.plan.inputs), strict=True) if stage.plan.inputs else ((), ())
+            )
+            signature = stage.signature(self.training, values, masks)
+            forward = stage.forward(signature)
+            specs.update(zip(stage.plan.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
+            self.signatures.append(signature)
+            self.forwards.append(forward)
+
+    def _input_spec(self, tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+        if tensor is None:
+            return None
+        return tf.TensorSpec([self.rows.static_size, *tensor.shape[1:]], tensor.dtype)
+
+    def _find_needs(self) -> None:
+        """Which boundary tensors a gradient is of use for."""
+        for stage, signature in zip(self.stages, self.signatures, strict=True):
+            needs = bool(stage.trained(signature)) or any(self.needs_gradient[ref] for ref in stage.plan.inputs)
+            for ref in stage.plan.outputs:
+                self.needs_gradient[ref] = needs and self.graph.specs[ref].is_float
+
+    def _run_forward(self, kept: set[int]) -> None:
+        states = _States()
+        tasks = [task for task in self.schedule.order() if task.kind == "forward"]
+        # Any order in which inputs are there will do: what runs when is decided by data and control dependencies.
+        for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
+            stage, forward = self.stages[task.stage], self.forwards[task.stage]
+            m, refs = task.micro_batch, stage.plan.inputs
+            with self._placed(task):
+                given = states.read(forward.states)
+                flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
+                if m in kept:
+                    with tf.GradientTape() as tape:
+                        tape.watch([t for t in flat if t.dtype.is_floating])
+                        result = stage.call_forward(forward, flat)
+                    self.tapes[task] = tape
+                else:
+                    with compat.stop_recording():
+                        result = stage.call_forward(forward, flat)
+                states.write(forward.states, result.states, unless_empty=self.rows, m=m)
+            self._done(task, result.values)
+            self.results[task], self.flat_inputs[task] = result, flat
+            self.values.update({(ref, m): value for ref, value in zip(stage.plan.outputs, result.values, strict=True)})
+            self.masks.update({(ref, m): mask for ref, mask in zip(stage.plan.outputs, result.masks, strict=True)})
+        self.states = states
+
+    @contextlib.contextmanager
+    def _placed(self, task: Task) -> Iterator[None]:
+        """The device, name and place in its stage's order of a task."""
+        stage = self.stages[task.stage]
+        before = [self.last_task[task.stage]] if task.stage in self.last_task else []
+        scope = f"stage_{stage.index}/micro_batch_{task.micro_batch}/{task.kind}"
+        try:
+            with tf.name_scope(scope), tf.device(stage.device), tf.control_dependencies(before):
+                yield
+        except Exception as error:
+            where = f"in the {task.kind} pass of micro-batch {task.micro_batch} on stage {stage.index} ({stage.device})"
+            add_note(error, where)
+            raise
+
+    def _done(self, task: Task, results: Sequence[tf.Tensor | None]) -> None:
+        made = [t for t in results if t is not None]
+        if made and not tf.executing_eagerly():
+            self.last_task[task.stage] = made[0].op
+
+    def _gather_outputs(self) -> list[tf.Tensor]:
+        outputs = []
+        for ref in self.graph.flat_outputs:
+            parts = [self.values[ref, m] for m in range(len(self.rows))]
+            masks = [self.masks[ref, m] for m in range(len(self.rows))]
+            output = tf.identity(self._gather(ref, parts))
+            if masks[0] is not None:
+                compat.set_keras_mask(output, self._gather(ref, masks))
+            outputs.append(output)
+        return outputs
+
+    def _gather(self, ref: Ref, parts: Sequence[Any]) -> tf.Tensor:
+        spec = self.graph.specs[ref]
+        if len(parts) > 1 and (parts[0].shape.rank == 0 or (spec.shape and spec.shape[0] is not None)):
+            raise ModelError(
+                f"Expected outputs with one row for each row of the inputs, to put micro-batches together. Received: "
+                f"output '{spec.name}' of '{self.graph.model.name}' with shape {spec.shape}. Return one row for each "
+                "example and reduce in the loss or a metric, or set num_micro_batches=1."
+            )
+        return self.rows.gather(parts)
+
+    def _pool_losses(self) -> list[tuple[keras.Layer, tf.Tensor]]:
+        """Losses of layers over the whole mini-batch: the mean over micro-batches, weighted by their rows."""
+        pooled = []
+        for k, forward in enumerate(self.forwards):
+            for i, owner in enumerate(forward.loss_owners):
+                with tf.device(self.stages[k].device):
+                    parts = [
+                        tf.cast(self.rows.weight(m), loss.dtype) * loss
+                        for m in range(len(self.rows))
+                        for loss in [self.results[Task("forward", k, m)].losses[i]]
+                    ]
+                    pooled.append((owner, tf.add_n(parts)))
+        return pooled
+
+    def _update_state(self) -> None:
+        """Assigns what the stages changed, once for the mini-batch."""
+        self.states.assign()
+        for k, forward in enumerate(self.forwards):
+            results = [self.results[Task("forward", k, m)] for m in range(len(self.rows))]
+            with tf.device(self.stages[k].device):
+                for i, layer in enumerate(forward.moments_of):
+                    groups = [self._counted(result.moments[i], m) for m, result in enumerate(results)]
+                    state.update_moving_averages(layer, *state.pool(groups))
+
+    def _counted(self, moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor], m: int) -> tuple[tf.Tensor, ...]:
+        mean, variance, count = moments
+        if self.rows.is_static:
+            return mean, variance, count
+        return mean, variance, tf.where(tf.equal(self.rows.sizes[m], 0), tf.zeros_like(count), count)
+
+    # --- [4] and [5]: backward ---
+
+    def _record(self, differentiable: list[tf.Tensor]) -> None:
+        """Tells the tapes that `differentiable` came from the inputs and the weights."""
+        refs = [ref for ref in self.graph.inputs if self.needs_gradient[ref]]
+        inputs = [
+            tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.needs_gradient[ref]
+        ]
+        pairs = zip(self.stages, self.signatures, strict=True)
+        trained = {id(v): v for stage, signature in pairs for v in stage.trained(signature)}
+        weights = [compat.raw_variable(v) for v in trained.values()]
+        if not weights and not inputs:
+            return
+
+        def gradient(*d_outputs: tf.Tensor) -> list[Any]:
+            with compat.stop_recording():
+                backward = _BackwardPass(self, d_outputs)
+                backward.run()
+                d_inputs = [backward.gather_input(ref) for ref in refs]
+                d_weights = [backward.weight_gradient(key) for key in trained]
+            _refuse_second_derivative([*d_inputs, *d_weights], [*d_outputs, *inputs], weights, self.graph.model.name)
+            return [*d_inputs, *d_weights]
+
+        compat.record_operation("GPipe", differentiable, inputs, weights, gradient)
+
+
+def _refuse_second_derivative(
+    gradients: Sequence[Any], inputs: Sequence[tf.Tensor], weights: Sequence[tf.Variable], name: str
+) -> None:
+    """A tape around the tape would miss the path through the stages; it gets an error instead of a wrong number."""
+    made = [tensor for g in gradients if g is not None for tensor in tf.nest.flatten(g, expand_composites=True)]
+    made = [tensor for tensor in made if tensor.dtype.is_floating]
+
+    def refuse(*_: Any) -> list[Any]:
+        raise ModelError(
+            f"Expected first derivatives only. Received: a gradient of a gradient of '{name}' inside `strategy.run`. "
+            "Take the penalty with a model called outside the pipeline, or replace it by one without a second derivative."
+        )
+
+    if made and compat.is_recording():
+        compat.record_operation("GPipeGradient", made, [t for t in inputs if t is not None], weights, refuse)
+
+
+class _States:
+    """State that is handed from task to task: the newest value of each variable, read at the beginning of the step."""
+
+    def __init__(self) -> None:
+        self.variables: dict[int, keras.Variable] = {}
+        self.newest: dict[int, tf.Tensor] = {}
+
+    def read(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        for v in variables:
+            if id(v) not in self.newest:
+                self.variables[id(v)] = v
+                self.newest[id(v)] = compat.raw_variable(v).read_value()
+        return [self.newest[id(v)] for v in variables]
+
+    def write(
+        self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], *, unless_empty: Rows, m: int
+    ) -> None:
+        for v, value in zip(variables, values, strict=True):
+            if not unless_empty.is_static:
+                value = tf.where(tf.equal(unless_empty.sizes[m], 0), self.newest[id(v)], value)
+            self.newest[id(v)] = value
+
+    def assign(self) -> None:
+        for key, value in self.newest.items():
+            raw = compat.raw_variable(self.variables[key])
+            with tf.device(raw.device):
+                raw.assign(value)
+
+
+class _BackwardPass:
+    """The backward tasks of a call, for given gradients of its outputs."""
+
+    def __init__(self, call: _Call, d_outputs: Sequence[tf.Tensor | None]) -> None:
+        self.call = call
+        self.rows = call.rows
+        self.last_task = dict(call.last_task)
+        given = [None if d is None or compat.is_zeros(d) else d for d in d_outputs]
+        self.gradients: dict[tuple[Ref, int], list[tf.Tensor]] = {}
+        for ref in call.graph.flat_outputs:
+            if not call.graph.specs[ref].is_float:
+                continue
+            d = given.pop(0)
+            for m in range(len(self.rows)):
+                if d is not None:
+                    self.gradients.setdefault((ref, m), []).append(self.rows.take_gradient(d, m))
+        self.d_losses = []
+        for forward in call.forwards:
+            self.d_losses.append([given.pop(0) for _ in forward.loss_owners])
+        self.sums = [zero_sums(s.trained(sig)) for s, sig in zip(call.stages, call.signatures, strict=True)]
+        self.dense: list[set[int]] = [set() for _ in call.stages]
+        self.sparse: list[dict[int, list[tf.IndexedSlices]]] = [{} for _ in call.stages]
+
+    def run(self) -> None:
+        """Emits every backward task, the stages from last to first."""
+        tasks = [task for task in self.call.schedule.order() if task.kind == "backward"]
+        for task in sorted(tasks, key=lambda task: (-task.micro_batch, -task.stage)):
+            self._run_task(task)
+
+    def _run_task(self, task: Task) -> None:
+        k, m = task.stage, task.micro_batch
+        call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
+        wanted = tuple(call.needs_gradient[ref] for ref in stage.plan.inputs)
+        if not any(wanted) and not stage.trained(signature):
+            return
+        with call._placed(task):
+            d_values = [self._sum((ref, m)) for ref in stage.plan.outputs]
+            d_losses = [None if d is None else self._loss_share(d, m) for d in self.d_losses[k]]
+            if all(d is None for d in [*d_values, *d_losses]):
+                return
+            forward_task = Task("forward", k, m)
+            if forward_task in call.tapes:
+                made = self._from_tape(forward_task, wanted, d_values, d_losses)
+            else:
+                made = self._recompute(forward_task, wanted, d_values, d_losses)
+        call._done(task, made)
+
+    def _sum(self, key: tuple[Ref, int]) -> tf.Tensor | None:
+        parts = self.gradients.pop(key, [])
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else tf.add_n(parts)
+
+    def _loss_share(self, d_loss: tf.Tensor, m: int) -> tf.Tensor:
+        return tf.cast(d_loss, tf.float32) * self.rows.weight(m)
+
+    def _recompute(
+        self, task: Task, wanted: tuple[bool, ...], d_values: list[Any], d_losses: list[Any]
+    ) -> list[tf.Tensor]:
+        k, call = task.stage, self.call
+        stage = call.stages[k]
+        there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
+        backward = stage.backward(call.signatures[k], wanted, *there)
+        given = [d for d in [*d_values, *d_losses] if d is not None]
+        flat = list(backward.function(*call.flat_inputs[task], *given, *self.sums[k]))
+        made = list(flat)
+        for i in backward.inputs:
+            self._add(stage.plan.inputs[i], task.micro_batch, flat.pop(0))
+        for i in backward.dense:
+            self.sums[k][i] = flat.pop(0)
+            self.dense[k].add(i)
+        weights = stage.trained(call.signatures[k])
+        for i in backward.sparse:
+            slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(weights[i].shape, tf.int32))
+            self.sparse[k].setdefault(i, []).append(slices)
+        return made
+
+    def _from_tape(
+        self, task: Task, wanted: tuple[bool, ...], d_values: list[Any], d_losses: list[Any]
+    ) -> list[tf.Tensor]:
+        """Backward of a micro-batch whose activations were kept."""
+        k, call = task.stage, self.call
+        stage, result = call.stages[k], call.results[task]
+        inputs = [call.values[ref, task.micro_batch] for ref in stage.plan.inputs]
+        sources = [x for x, there in zip(inputs, wanted, strict=True) if there]
+        weights = [compat.raw_variable(v) for v in stage.trained(call.signatures[k])]
+        pairs = [(y, d) for y, d in zip(result.values, d_values, strict=True) if d is not None]
+        pairs += [(y, tf.cast(d, y.dtype)) for y, d in zip(result.losses, d_losses, strict=True) if d is not None]
+        tape = call.tapes[task]
+        gradients = tape.gradient([y for y, _ in pairs], [*sources, *weights], output_gradients=[d for _, d in pairs])
+        refs = [ref for ref, there in zip(stage.plan.inputs, wanted, strict=True) if there]
+        for ref, d in zip(refs, gradients, strict=False):
+            if d is not None:
+                self._add(ref, task.micro_batch, d)
+        for i, d in enumerate(gradients[len(sources) :]):
+            if isinstance(d, tf.IndexedSlices):
+                self.sparse[k].setdefault(i, []).append(d)
+            elif d is not None:
+                self.sums[k][i] = self.sums[k][i] + tf.cast(d, self.sums[k][i].dtype)
+                self.dense[k].add(i)
+        return [tensor for d in gradients if d is not None for tensor in tf.nest.flatten(d, expand_composites=True)]
+
+    def _add(self, ref: Ref, m: int, gradient: tf.Tensor) -> None:
+        self.gradients.setdefault((ref, m), []).append(gradient)
+
+    def gather_input(self, ref: Ref) -> tf.Tensor | None:
+        """Gradient of an input of the model for the whole mini-batch."""
+        parts = [self._sum((ref, m)) for m in range(len(self.rows))]
+        return None if any(part is None for part in parts) else self.rows.gather(parts)
+
+    def weight_gradient(self, key: int) -> tf.Tensor | tf.IndexedSlices | None:
+        """Gradient of a weight, summed over micro-batches and over the stages that use it."""
+        parts: list[Any] = []
+        for k, (stage, signature) in enumerate(zip(self.call.stages, self.call.signatures, strict=True)):
+            for i, v in enumerate(stage.trained(signature)):
+                if id(v) != key:
+                    continue
+                with tf.device(compat.raw_variable(v).device):
+                    if i in self.dense[k]:
+                        parts.append(tf.cast(self.sums[k][i], v.dtype))
+                    parts.extend(self.sparse[k].get(i, []))
+                    variable = v
+        if not parts:
+            return None
+        with tf.device(compat.raw_variable(variable).device):
+            return _add_gradients(parts)
+
+
+def _add_gradients(parts: list[Any]) -> tf.Tensor | tf.IndexedSlices:
+    """Sum of gradients; slices stay slices, since Keras's optimizers treat them by another rule than dense ones."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, tf.IndexedSlices) for part in parts):
+        return tf.IndexedSlices(
+            tf.concat([part.values for part in parts], axis=0),
+            tf.concat([tf.cast(part.indices, tf.int64) for part in parts], axis=0),
+            parts[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(part) for part in parts])

@@ -1,0 +1,187 @@
+"""Which stage runs which operations of a model, on which device: the partition as a value.
+
+A `Plan` prints as a table, and each of its stages is there as a Keras model of its own that shares the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import keras
+from keras import tree
+
+from tf_gpipe import compat, costs, partition
+from tf_gpipe.devices import short_name
+from tf_gpipe.model_graph import ModelGraph, Ref, Step
+
+Partition = str | Sequence[int] | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        index: k, its place in the pipeline.
+        device: full name of the device it runs on.
+        graph: the model it is a part of.
+        start, end: its operations are `graph.steps[start:end]`.
+        flops: forward FLOPs for one row of the batch.
+        parameters: number of weights; a weight shared by several stages counts at the first.
+        inputs: what it takes: inputs of the model, and boundary tensors made by earlier stages.
+        outputs: what later stages or the caller take from it.
+    """
+
+    index: int
+    device: str
+    graph: ModelGraph
+    start: int
+    end: int
+    flops: float
+    parameters: int
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Its operations."""
+        return self.graph.steps[self.start : self.end]
+
+    @property
+    def operations(self) -> list[str]:
+        """Names of its operations."""
+        return self.graph.names[self.start : self.end]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Every variable its operations use, once each."""
+        return list({id(v): v for step in self.steps for v in step.variables}.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes for one row of the batch that it receives from earlier stages."""
+        made_before = set(self.inputs) - set(self.graph.inputs)
+        return sum(self.graph.specs[ref].bytes_per_row for ref in made_before)
+
+    @functools.cached_property
+    def model(self) -> keras.Model:
+        """The stage as a Keras model that shares the layers: to summarise, plot and run alone.
+
+        It takes the stage's inputs and returns its outputs, single tensors or lists in the order of `inputs` and
+        `outputs`; chained, the stages' models give the whole model's output.
+        """
+        made: dict[Ref, keras.KerasTensor] = {}
+        for ref in self.inputs:
+            spec = self.graph.specs[ref]
+            made[ref] = keras.Input(batch_shape=(None, *spec.shape[1:]), dtype=spec.dtype)
+        for step in self.steps:
+            for ref in step.outputs:
+                spec = self.graph.specs[ref]
+                made[ref] = keras.KerasTensor(spec.shape, spec.dtype, name=spec.name)
+            args, kwargs = (
+                tree.map_structure(lambda leaf: made[leaf] if isinstance(leaf, Ref) else leaf, part)
+                for part in (step.args, step.kwargs)
+            )
+            compat.Node(step.operation, call_args=args, call_kwargs=kwargs, outputs=[made[r] for r in step.outputs])
+        inputs, outputs = [made[ref] for ref in self.inputs], [made[ref] for ref in self.outputs]
+        name = f"{self.graph.model.name}_stage_{self.index}"
+        return keras.Model(
+            inputs[0] if len(inputs) == 1 else inputs, outputs[0] if len(outputs) == 1 else outputs, name=name
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A model divided into stages. `print(plan)` shows it as a table.
+
+    Attributes:
+        graph: the model as a chain of operations.
+        stages: one `StagePlan` a stage.
+    """
+
+    graph: ModelGraph
+    stages: tuple[StagePlan, ...]
+
+    def __str__(self) -> str:
+        flops = sum(stage.flops for stage in self.stages) or 1.0
+        rows = [("stage", "device", "operations", "from", "to", "parameters", "FLOPs/row", "share", "received/row")]
+        for stage in self.stages:
+            rows.append(
+                (
+                    str(stage.index),
+                    short_name(stage.device),
+                    str(len(stage.operations)),
+                    stage.operations[0],
+                    stage.operations[-1],
+                    f"{stage.parameters:,}",
+                    _short(stage.flops),
+                    f"{100 * stage.flops / flops:.1f} %",
+                    f"{_short(stage.received_bytes)}B" if stage.index else "",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        left = (1, 3, 4)
+        lines = [
+            "  ".join(cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths)))
+            for row in rows
+        ]
+        heaviest = max(stage.flops for stage in self.stages)
+        balance = flops / (heaviest * len(self.stages)) if heaviest else 1.0
+        lines.insert(1, "─" * len(lines[0]))
+        lines.append(f"{len(self.graph.steps)} operations of '{self.graph.model.name}', balance {balance:.2f}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_plan(graph: ModelGraph, devices: Sequence[str], how: Partition) -> Plan:
+    """Divides a model into as many stages as there are devices.
+
+    Args:
+        graph: the model.
+        devices: K device names.
+        how: "flops", K operation counts, or K − 1 operation names to cut before.
+
+    Raises:
+        ValueError: more stages than operations, or an explicit partition that does not fit the model.
+    """
+    measured = costs.costs(graph)
+    if how == "flops":
+        loads = [cost.flops for cost in measured]
+        counts = partition.balance(loads, len(devices), boundary_bytes=costs.boundary_bytes(graph))
+    else:
+        counts = partition.explicit(how, graph.names, len(devices))
+    return from_counts(graph, devices, counts)
+
+
+def from_counts(graph: ModelGraph, devices: Sequence[str], counts: Sequence[int]) -> Plan:
+    """The plan whose stages have the given numbers of operations; 0 is allowed here."""
+    measured = costs.costs(graph)
+    stages, start = [], 0
+    for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
+        end = start + count
+        inputs, outputs = graph.crossing(start, end)
+        part = measured[start:end]
+        flops, parameters = sum(cost.flops for cost in part), sum(cost.parameters for cost in part)
+        stages.append(StagePlan(index, device, graph, start, end, flops, parameters, inputs, outputs))
+        start = end
+    return Plan(graph, tuple(stages))
+
+
+def follow(graph: ModelGraph, reference: Plan) -> Plan:
+    """The plan of a model's other graph (another training flag) whose operations stay where `reference` has them."""
+    place = {name: stage.index for stage in reference.stages for name in stage.operations}
+    at, counts = 0, [0] * len(reference.stages)
+    for name in graph.names:
+        at = max(at, place.get(name, at))
+        counts[at] += 1
+    return from_counts(graph, [stage.device for stage in reference.stages], counts)
+
+
+def _short(number: float) -> str:
+    """`1.2 M` for 1,234,567."""
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} T"

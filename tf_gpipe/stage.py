@@ -1,0 +1,393 @@
+"""One stage at run time: its forward and its backward function.
+
+Both are pure `tf.function`s, traced once for a kind of input and called once for each micro-batch:
+
+    forward:  inputs, masks, state                                →  outputs, masks, new state, losses, moments
+    backward: inputs, masks, state, d outputs, d losses, sums     →  d inputs, sums + d weights, sparse d weights
+
+The backward function runs the forward pass again from the stage's stored inputs (rematerialisation) and takes its
+gradient, adding each weight's gradient to the running sum it is given. The functions are not inlined
+(`_noinline`): otherwise Grappler would merge the recomputation with the forward pass and keep all activations.
+`tf.recompute_grad` is not used, see docs/decisions/0002-rematerialisation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import compat, state
+from tf_gpipe.errors import ModelError
+from tf_gpipe.model_graph import Ref
+from tf_gpipe.plan import StagePlan
+
+Spec = tf.TensorSpec | None
+"""Kind of a value or mask at a boundary; None where there is none (an optional input, a tensor without mask)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a stage's functions are traced for.
+
+    Attributes:
+        training: the training flag.
+        values: kind of each input of the stage.
+        masks: kind of each input's mask.
+        trainable: which of the stage's weights are trained.
+    """
+
+    training: bool | None
+    values: tuple[Spec, ...]
+    masks: tuple[Spec, ...]
+    trainable: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A traced forward function.
+
+    Attributes:
+        function: flat tensors in, flat tensors out, in the order of the module's docstring.
+        values, masks: kinds of the stage's outputs and their masks.
+        states: variables whose state goes in and comes out.
+        loss_owners: the layer that made each loss.
+        moments_of: the batch-norm layer of each group of moments.
+    """
+
+    function: Callable[..., list[tf.Tensor]]
+    values: tuple[Spec, ...]
+    masks: tuple[Spec, ...]
+    states: tuple[keras.Variable, ...]
+    loss_owners: tuple[keras.Layer, ...]
+    moments_of: tuple[keras.layers.BatchNormalization, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardResult:
+    """What one call of a forward function gave."""
+
+    values: list[tf.Tensor | None]
+    masks: list[tf.Tensor | None]
+    states: list[tf.Tensor]
+    losses: list[tf.Tensor]
+    moments: list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """A traced backward function.
+
+    Attributes:
+        function: flat tensors in, flat tensors out.
+        inputs: positions of the stage's inputs whose gradients come out.
+        dense, sparse: positions of the weights whose gradients are summed inside, and come out as `tf.IndexedSlices`.
+    """
+
+    function: Callable[..., list[tf.Tensor]]
+    inputs: tuple[int, ...]
+    dense: tuple[int, ...]
+    sparse: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Body:
+    """What one run of the stage's operations gave, while a function is traced."""
+
+    values: list[tf.Tensor | None]
+    masks: list[tf.Tensor | None]
+    states: list[tf.Tensor]
+    losses: list[tf.Tensor]
+    loss_owners: list[keras.Layer]
+    moments: list[state.Moments]
+    assigned: dict[int, keras.Variable]
+
+
+class Stage:
+    """Runs one stage of a plan.
+
+    Args:
+        plan: the stage.
+        jit_compile: whether XLA compiles its functions.
+    """
+
+    def __init__(self, plan: StagePlan, *, jit_compile: bool) -> None:
+        self.plan = plan
+        self.index = plan.index
+        self.device = plan.device
+        self.layers = list(dict.fromkeys(layer for step in plan.steps for layer in step.layers))
+        self._jit_compile = jit_compile
+        self._forwards: dict[Signature, Forward] = {}
+        self._backwards: dict[Any, Backward] = {}
+        self._known_states: dict[bool | None, dict[int, keras.Variable]] = {}
+
+    @property
+    def weights(self) -> list[keras.Variable]:
+        """Variables that could be trained, in the order of first use."""
+        return [v for v in self.plan.variables if tf.as_dtype(v.dtype).is_floating]
+
+    def signature(self, training: bool | None, values: Sequence[Spec], masks: Sequence[Spec]) -> Signature:
+        """The kind of call for which functions are traced, with what is frozen now."""
+        return Signature(training, tuple(values), tuple(masks), tuple(v.trainable for v in self.weights))
+
+    def trained(self, signature: Signature) -> list[keras.Variable]:
+        """The weights that get gradients."""
+        return [v for v, trainable in zip(self.weights, signature.trainable, strict=True) if trainable]
+
+    # --- forward ---
+
+    def forward(self, signature: Signature) -> Forward:
+        """The forward function for a kind of input; traced the first time."""
+        if signature not in self._forwards:
+            self._forwards[signature] = self._trace_forward(signature)
+        return self._forwards[signature]
+
+    def _trace_forward(self, signature: Signature) -> Forward:
+        known = self._known_states.setdefault(signature.training, self._seeds(signature.training))
+        while True:
+            states = tuple(known.values())
+            function, body = self._trace_forward_with(signature, states)
+            if set(body.assigned) <= set(known):
+                break
+            known.update(body.assigned)  # variables assigned beside seeds: trace again with them as inputs
+        _refuse_impure(function, self.plan)
+        self._refuse_assigned_weights(body.assigned, signature)
+        return Forward(
+            function,
+            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.values),
+            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.masks),
+            states,
+            tuple(body.loss_owners),
+            tuple(m.layer for m in body.moments),
+        )
+
+    def _trace_forward_with(self, signature: Signature, states: Sequence[keras.Variable]) -> tuple[Any, _Body]:
+        bodies: list[_Body] = []
+
+        def forward(*flat: tf.Tensor) -> list[tf.Tensor]:
+            values, masks, given, _ = _unflatten(flat, signature, len(states))
+            body = self._run(values, masks, signature.training, states, given)
+            bodies.append(body)
+            moments = [tensor for m in body.moments for tensor in (m.mean, m.variance, m.count)]
+            return [*_present(body.values), *_present(body.masks), *body.states, *body.losses, *moments]
+
+        return self._trace(forward, _input_specs(signature, states)), bodies[-1]
+
+    def call_forward(self, forward: Forward, inputs: Sequence[tf.Tensor]) -> ForwardResult:
+        """Calls a forward function on the flat tensors of `flatten_inputs`."""
+        flat = list(forward.function(*inputs))
+        values = [None if spec is None else flat.pop(0) for spec in forward.values]
+        masks = [None if spec is None else flat.pop(0) for spec in forward.masks]
+        states = [flat.pop(0) for _ in forward.states]
+        losses = [flat.pop(0) for _ in forward.loss_owners]
+        moments = [(flat.pop(0), flat.pop(0), flat.pop(0)) for _ in forward.moments_of]
+        return ForwardResult(values, masks, states, losses, moments)
+
+    # --- backward ---
+
+    def backward(
+        self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
+    ) -> Backward:
+        """The backward function for a kind of input and of gradients; traced the first time.
+
+        Args:
+            signature: kind of the stage's inputs.
+            wanted: for each input of the stage, whether its gradient is wanted.
+            d_values: for each output, whether it has a gradient.
+            d_losses: for each loss of the stage's layers, whether it has a gradient.
+        """
+        key = (signature, wanted, d_values, d_losses)
+        if key not in self._backwards:
+            self._backwards[key] = self._trace_backward(*key)
+        return self._backwards[key]
+
+    def _trace_backward(
+        self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
+    ) -> Backward:
+        forward = self.forward(signature)
+        weights = [compat.raw_variable(v) for v in self.trained(signature)]
+        gradient_specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
+        gradient_specs += [tf.TensorSpec([], tf.float32)] * sum(d_losses)
+        found: dict[str, tuple[int, ...]] = {}
+
+        def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
+            values, masks, states, rest = _unflatten(flat, signature, len(forward.states))
+            d_outputs, sums = rest[: len(gradient_specs)], rest[len(gradient_specs) :]
+            sources = [v for v, there in zip(values, wanted, strict=True) if there]
+            with tf.GradientTape() as tape:
+                tape.watch(sources)
+                body = self._run(values, masks, signature.training, forward.states, states)
+            targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
+            targets += [tf.cast(loss, tf.float32) for loss, there in zip(body.losses, d_losses, strict=True) if there]
+            gradients = tape.gradient(targets, [*sources, *weights], output_gradients=list(d_outputs))
+            positions = [i for i, there in enumerate(wanted) if there]
+            d_inputs = [(i, d) for i, d in zip(positions, gradients, strict=False) if d is not None]
+            d_weights = list(enumerate(gradients[len(sources) :]))
+            dense = [(i, d) for i, d in d_weights if isinstance(d, tf.Tensor)]
+            sparse = [(i, d) for i, d in d_weights if isinstance(d, tf.IndexedSlices)]
+            found.update(
+                inputs=tuple(i for i, _ in d_inputs),
+                dense=tuple(i for i, _ in dense),
+                sparse=tuple(i for i, _ in sparse),
+            )
+            return [
+                *(d for _, d in d_inputs),
+                *(sums[i] + tf.cast(d, sums[i].dtype) for i, d in dense),
+                *(part for _, d in sparse for part in (d.values, d.indices)),
+            ]
+
+        # A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all.
+        sum_specs = [tf.TensorSpec(None, _sum_dtype(w.dtype)) for w in weights]
+        function = self._trace(backward, [*_input_specs(signature, forward.states), *gradient_specs, *sum_specs])
+        return Backward(function, found["inputs"], found["dense"], found["sparse"])
+
+    # --- the body ---
+
+    def _run(
+        self,
+        values: list[tf.Tensor | None],
+        masks: list[tf.Tensor | None],
+        training: bool | None,
+        states: Sequence[keras.Variable],
+        given: Sequence[tf.Tensor],
+    ) -> _Body:
+        """Runs the stage's operations without side effects."""
+        plan = self.plan
+        made: dict[Ref, Any] = dict(zip(plan.inputs, values, strict=True))
+        for value, mask in zip(values, masks, strict=True):
+            if value is not None and mask is not None:
+                compat.set_keras_mask(value, mask)
+        scope = compat.RecordingScope(list(zip(states, given, strict=True)))
+        collecting = state.collected_moments(self.layers if training else [])
+        with compat.route_models(None), compat.call_context(plan.graph.model, training), scope, collecting as moments:
+            for step in plan.steps:
+                try:
+                    step.run(made, training)
+                except Exception as error:
+                    add_note(error, f"in operation '{step.name}' of stage {self.index} of '{plan.graph.model.name}'")
+                    raise
+            outputs = [made[ref] for ref in plan.outputs]
+            loss_owners = self._take_loss_owners(scope.losses)
+            new_states = [tf.cast(scope.get_current_value(v), v.dtype) for v in states]
+        pooled = {id(v) for m in moments for v in (m.layer.moving_mean, m.layer.moving_variance)}
+        return _Body(
+            outputs,
+            [None if value is None else compat.get_keras_mask(value) for value in outputs],
+            new_states,
+            list(scope.losses),
+            loss_owners,
+            moments,
+            {key: v for key, v in scope.assigned.items() if key not in pooled},
+        )
+
+    def _take_loss_owners(self, losses: Sequence[tf.Tensor]) -> list[keras.Layer]:
+        owners = []
+        for loss in losses:
+            owner = next(layer for layer in self.layers if id(loss) in compat.losses_of(layer))
+            compat.losses_of(owner).discard(id(loss))
+            owners.append(owner)
+        return owners
+
+    def _seeds(self, training: bool | None) -> dict[int, keras.Variable]:
+        """The variables that a training pass is sure to assign: states of seed generators."""
+        seeds = [v for layer in self.layers for v in compat.own_seed_states(layer)] if training else []
+        return {id(v): v for v in seeds}
+
+    def _refuse_assigned_weights(self, assigned: dict[int, keras.Variable], signature: Signature) -> None:
+        for variable in self.trained(signature):
+            if id(variable) in assigned:
+                raise ModelError(
+                    f"Expected layers that leave their trainable weights alone while they run. Received: "
+                    f"'{variable.path}' in stage {self.index} is assigned by its layer's `call`, so that micro-batches "
+                    "would see different weights. Make it non-trainable, or move the assignment into a callback."
+                )
+
+    def _trace(self, body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Callable[..., list[tf.Tensor]]:
+        """Traces a function of flat tensors outside whatever graph is being built."""
+        body.__name__ = f"stage_{self.index}_{body.__name__}"
+        function = tf.function(
+            body,
+            input_signature=list(specs),
+            autograph=False,
+            jit_compile=self._jit_compile or None,
+            experimental_attributes={"_noinline": True},
+        )
+        with tf.init_scope(), compat.resume_recording():
+            return function.get_concrete_function()
+
+
+def flatten_inputs(
+    values: Sequence[tf.Tensor | None], masks: Sequence[tf.Tensor | None], states: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The flat tensors that a stage's functions begin with."""
+    return [*_present(values), *_present(masks), *states]
+
+
+def zero_sums(weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Where the running sums of gradients start: scalars, in float32 for 16-bit weights."""
+    return [tf.zeros([], _sum_dtype(tf.as_dtype(v.dtype))) for v in weights]
+
+
+def _sum_dtype(dtype: tf.DType) -> tf.DType:
+    return tf.float32 if dtype.size == 2 else dtype
+
+
+def _present(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _input_specs(signature: Signature, states: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
+    specs = [spec for spec in (*signature.values, *signature.masks) if spec is not None]
+    return [*specs, *(tf.TensorSpec(v.shape, v.dtype) for v in states)]
+
+
+def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, num_states: int) -> tuple[Any, Any, Any, Any]:
+    """Values, masks and states at the head of a stage function's arguments, and what follows them."""
+    rest = list(flat)
+    values = [None if spec is None else rest.pop(0) for spec in signature.values]
+    masks = [None if spec is None else rest.pop(0) for spec in signature.masks]
+    return values, masks, rest[:num_states], rest[num_states:]
+
+
+_STATEFUL_RANDOM = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+
+
+def _refuse_impure(function: Any, plan: StagePlan) -> None:
+    """Raises where a stage would not do the same when it is run again for the backward pass."""
+    names = ", ".join(f"'{name}'" for name in plan.operations)
+    for op in compat.all_operations(function.graph):
+        if op.type in _STATEFUL_RANDOM:
+            raise ModelError(
+                f"Expected random operations that can be repeated when activations are recomputed. Received: "
+                f"'{op.type}' of TensorFlow ({op.name}) in stage {plan.index} ({names}). Draw with `keras.random` and "
+                "a `keras.random.SeedGenerator` that the layer keeps as an attribute."
+            )
+        if op.type.startswith("Assign") and op.type.endswith("VariableOp"):
+            raise ModelError(
+                f"Expected layers whose state is in `keras.Variable`s, which can be handed from micro-batch to "
+                f"micro-batch. Received: an assignment to a `tf.Variable` ({op.name}) in stage {plan.index} ({names}). "
+                "Make the variable with `self.add_weight(trainable=False)` or `keras.Variable`."
+            )
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to an exception's text; in Python 3.10, which has no notes, to its message."""
+    if note in getattr(error, "__notes__", ()):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

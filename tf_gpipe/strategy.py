@@ -1,0 +1,336 @@
+"""`GPipeStrategy`: pipeline parallelism as a `tf.distribute.Strategy`.
+
+The strategy is thin. It has one replica, whose stages stand on several devices, so that all of tf.distribute's surface
+behaves as with one replica; Keras calls `strategy.run`, and while it runs, calling a model that was made under the
+strategy's scope means calling its pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from tf_gpipe import compat, model_graph
+from tf_gpipe.devices import stage_devices
+from tf_gpipe.errors import ArgumentError, ModelError
+from tf_gpipe.input_dataset import InputDataset
+from tf_gpipe.pipeline import REMAT_MODES, Pipeline
+from tf_gpipe.plan import Partition, Plan, follow, make_plan
+
+
+class GPipeStrategy(tf.distribute.Strategy):
+    """Trains a Keras model in stages on several devices, as on one huge device.
+
+    The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split into M
+    micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are summed
+    and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which normalises
+    each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1 these are
+    the same too.
+
+    Args:
+        num_stages: K, at least 1. Default: the number of GPUs, else of logical CPU devices.
+        num_micro_batches: M, at least 1. Default 4·K, for which the bubble (K − 1) / (M + K − 1) is below 1/5.
+        devices: K device names. Default: GPUs, else logical CPUs.
+        num_replicas: 1; more are not available yet.
+        partition: "flops" for stages of equal work; or K numbers of operations; or K − 1 names of operations to cut
+            before.
+        remat: which micro-batches recompute their activations: "always"; "except_last" (the last keeps them, since its
+            backward pass comes first); "never".
+        schedule: "gpipe"; others are not available yet.
+        jit_compile: whether XLA compiles each stage on its own device.
+
+    Raises:
+        ValueError: an argument has a value that is not described above, or there are too few devices.
+
+    Example:
+        >>> strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=4)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones([32, 8]), np.ones([32, 1]), verbose=0)
+
+    Reference: Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism,
+    section 2 (arXiv:1811.06965).
+    """
+
+    def __init__(
+        self,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        num_replicas: int = 1,
+        partition: Partition = "flops",
+        remat: str = "except_last",
+        schedule: str = "gpipe",
+        jit_compile: bool = False,
+    ) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise ArgumentError(
+                f"Expected Keras to run on TensorFlow. Received: backend '{keras.backend.backend()}'. Set the environment "
+                "variable KERAS_BACKEND=tensorflow before importing Keras."
+            )
+        _check_count("num_stages", num_stages)
+        _check_count("num_micro_batches", num_micro_batches)
+        _check_choice("remat", remat, REMAT_MODES)
+        _check_choice("schedule", schedule, ("gpipe",))
+        if num_replicas != 1:
+            raise ArgumentError(
+                f"Expected num_replicas=1, since replicas are not available yet. Received: {num_replicas!r}."
+            )
+        if not isinstance(jit_compile, bool):
+            raise ArgumentError(f"Expected `jit_compile` to be True or False. Received: {jit_compile!r}.")
+        if isinstance(partition, str):
+            _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
+        if num_stages is None and devices is not None:
+            num_stages = len(devices)
+        self._devices = stage_devices(devices, num_stages)
+        self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
+        self._partition = partition if isinstance(partition, str) else list(partition)
+        self._remat = remat
+        self._jit_compile = jit_compile
+        self._pipelines: weakref.WeakKeyDictionary[keras.Model, dict[Any, Pipeline]] = weakref.WeakKeyDictionary()
+        super().__init__(_Extended(self, self._devices[-1]))
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self._devices)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M."""
+        return self._num_micro_batches
+
+    @property
+    def devices(self) -> list[str]:
+        """Full names of the stages' devices."""
+        return list(self._devices)
+
+    @property
+    def remat(self) -> str:
+        """Which micro-batches recompute their activations."""
+        return self._remat
+
+    def __repr__(self) -> str:
+        return (
+            f"GPipeStrategy(num_stages={self.num_stages}, num_micro_batches={self.num_micro_batches}, "
+            f"devices={self.devices}, partition={self._partition!r}, remat={self._remat!r}, "
+            f"jit_compile={self._jit_compile})"
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[GPipeStrategy]:
+        """Models, optimizers and metrics made inside belong to the strategy."""
+        with super().scope():
+            yield self
+        prepared = compat.model_being_prepared()
+        if prepared is not None and compat.strategy_of(prepared[0]) is self:
+            # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
+            self._place_prepared(*prepared)
+
+    def _place_prepared(self, model: keras.Model, batch: Any) -> None:
+        _check_compiled(model)
+        if not _is_built(model):
+            return
+        if compat.graph_of(model) is not None:
+            self.place(model)
+        elif batch is not None:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            self._pipeline(model, x, training=True)
+
+    def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
+        """How a model is divided into stages.
+
+        Args:
+            model: a Keras model that has been built: it has an `Input`, or has been called.
+            inputs: for a subclassed model, a structure of tensors or `tf.TensorSpec`s as its `call` takes them.
+
+        Returns:
+            The plan; `print` shows it as a table, and `plan.stages[k].model` is a stage as a Keras model.
+
+        Raises:
+            ValueError: the model cannot be divided so.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)])
+            >>> plan = tf_gpipe.GPipeStrategy(num_stages=2).plan(model)
+            >>> [stage.operations for stage in plan.stages]
+            [['dense'], ['dense_1']]
+        """
+        if not isinstance(model, keras.Model):
+            raise ModelError(
+                f"Expected a model of Keras 3 (keras.Model). Received: {type(model).__module__}.{type(model).__name__}. "
+                "A model of tf_keras (Keras 2) must be rebuilt with Keras 3."
+            )
+        _check_compiled(model)
+        if not _is_built(model):
+            raise ModelError(
+                f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give it a "
+                "`keras.Input`, or call it once on data."
+            )
+        graph = model_graph.build(model, inputs, training=True)
+        return make_plan(graph, self._devices, self._partition)
+
+    def place(self, model: keras.Model, inputs: Any = None) -> Plan:
+        """Plans a model and moves its variables and optimizer slots to their stages' devices now.
+
+        `fit`, `evaluate` and `train_on_batch` do it by themselves. Call it before tracing a `tf.function` of your own
+        that uses the model, which would otherwise be traced twice.
+
+        Args and errors: as `plan`.
+        """
+        return self._pipeline(model, inputs, training=True).plan
+
+    def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
+        """The pipeline of a model for a training flag; made, and the model placed, the first time."""
+        known = self._pipelines.setdefault(model, {})
+        graph = compat.graph_of(model)
+        key: Any = id(graph)
+        if graph is None:
+            kinds = (
+                tree.map_structure(lambda t: (tuple(t.shape[1:]), t.dtype.name), inputs) if inputs is not None else None
+            )
+            key = (bool(training), repr(kinds))
+        if key not in known:
+            plan = self.plan(model, inputs)
+            if graph is None and not training:
+                plan = follow(model_graph.build(model, inputs, training), plan)
+            pipeline = Pipeline(
+                plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile
+            )
+            _place_variables(plan, model)
+            if graph is not None:
+                known.clear()  # an older graph of the same model: layers were added
+            known[key] = pipeline
+        return known[key]
+
+    def _call_model(self, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What calling a model means inside `run`."""
+        symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
+        if compat.strategy_of(model) is not self or symbolic:
+            return plain(*args, **kwargs)
+        _build_if_needed(model, args, kwargs)
+
+        def pipelined(inputs: Any, training: bool | None = None, mask: Any = None, **more: Any) -> Any:
+            _refuse_arguments(model, more)
+            graph = compat.graph_of(model)
+            if graph is None:
+                inputs = tree.map_structure(tf.convert_to_tensor, inputs)
+                flat = tree.flatten(inputs)
+            else:
+                flat = compat.standardize_inputs(graph, inputs)
+            for tensor, part in zip(flat, tree.flatten(mask), strict=False):
+                if part is not None:
+                    compat.set_keras_mask(tensor, part)
+            _check_dense(model, flat)
+            pipeline = self._pipeline(model, inputs, training)
+            result = pipeline(flat, training)
+            for owner, loss in result.losses:
+                compat.hand_back_loss(owner, loss)
+            return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
+
+        with compat.replaced(model, "call", pipelined):
+            return plain(*args, **kwargs)
+
+
+class _Extended(compat.OneDeviceExtended):  # type: ignore[misc]
+    """The half of a strategy that TensorFlow calls. One replica; its loss and metrics are on the last stage's device."""
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """New variables are made on the host, or beside the one they belong to; stages fetch theirs when placed."""
+        beside = kwargs.pop("colocate_with", None)
+        device = getattr(beside, "device", None) or "/CPU:0"
+        with tf.device(device):
+            return next_creator(**kwargs)
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        strategy = self._container_strategy()
+        with compat.route_models(strategy._call_model):
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+    def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        with compat.on_device(self, var.device):
+            return super()._update(var, fn, args, kwargs, group)
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> InputDataset:
+        return InputDataset(dataset)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
+        return InputDataset(dataset_fn(tf.distribute.InputContext()))
+
+
+def _place_variables(plan: Plan, model: keras.Model) -> None:
+    """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it."""
+    placed: set[int] = set()
+    for stage in plan.stages:
+        for variable in stage.variables:
+            if id(variable) not in placed:
+                placed.add(id(variable))
+                compat.move_variable(compat.raw_variable(variable), stage.device)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        for weight, slot in compat.slots_of(optimizer):
+            compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
+
+
+def _is_built(model: keras.Model) -> bool:
+    graph = compat.graph_of(model)
+    return all(layer.built for layer in model._flatten_layers()) and not (
+        isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call and graph is None
+    )
+
+
+def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
+    """Builds a model that is called for the first time, with symbolic inputs and without a batch size."""
+    if _is_built(model):
+        return
+    specs = tree.map_structure(
+        lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), args[0]
+    )
+    with tf.init_scope():
+        keras.backend.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
+
+
+def _check_compiled(model: keras.Model) -> None:
+    if getattr(model, "_jit_compile", None) is True:
+        raise ArgumentError(
+            f"Expected a model compiled without XLA, which would put all stages onto one device. Received: '{model.name}' "
+            "with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the strategy: "
+            "GPipeStrategy(..., jit_compile=True) compiles each stage on its own device."
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ArgumentError(f"Expected `{name}` to be an int of at least 1. Received: {name}={value!r}.")
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "") -> None:
+    if value not in choices:
+        listed = ", ".join(f'"{choice}"' for choice in choices)
+        raise ArgumentError(f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}.")
+
+
+def _check_dense(model: keras.Model, tensors: Sequence[Any]) -> None:
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+            raise ModelError(
+                f"Expected dense tensors as inputs of '{model.name}'. Received: a {type(tensor).__name__} as input {index}. "
+                "Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
+            )
+
+
+def _refuse_arguments(model: keras.Model, more: dict[str, Any]) -> None:
+    given = {name: value for name, value in more.items() if value is not None}
+    if given:
+        raise ModelError(
+            f"Expected '{model.name}' to be called with its inputs, `training` and `mask` only, since these are what is "
+            f"split into micro-batches. Received: {sorted(given)}. Pass further tensors as part of the inputs."
+        )
