@@ -302,7 +302,8 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     The Python object stays, and with it everything that knows it: optimizer slots, checkpoints, exports, the user's
     references. Functions traced before keep the old copy; place a model before tracing functions of your own.
     """
-    if tf.DeviceSpec.from_string(variable.device).to_string() == tf.DeviceSpec.from_string(device).to_string():
+    here = tf.DeviceSpec.from_string(variable.device)
+    if here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here:
         return
     with tf.init_scope(), tf.device(device):
         copy = tf.Variable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)

@@ -41,6 +41,8 @@ def set_logical_cpus(num_devices: int) -> list[str]:
         try:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
         except RuntimeError as error:
+            if len(tf.config.list_logical_devices("CPU")) >= num_devices:
+                return [f"/CPU:{i}" for i in range(num_devices)]
             raise DeviceStartedError(
                 f"Expected TensorFlow not to have started yet, since {num_devices} logical CPU devices can be made only "
                 f"before. Received: TensorFlow runs with {len(tf.config.list_logical_devices('CPU'))}. "
@@ -78,8 +80,7 @@ def stage_devices(devices: Sequence[str] | None, num_stages: int | None) -> list
 
 
 def _default_devices(num_stages: int | None) -> list[str]:
-    gpus = [device.name for device in tf.config.list_logical_devices("GPU")]
-    cpus = [device.name for device in tf.config.list_logical_devices("CPU")]
+    gpus, cpus = _full_names("GPU"), _full_names("CPU")
     if num_stages is None:
         return gpus or cpus
     for names in (gpus, cpus):
@@ -98,7 +99,7 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
             "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1']. "
             f"Received: devices={devices!r}."
         )
-    there = [device.name for device in tf.config.list_logical_devices()]
+    there = _full_names()
     known = []
     for name in devices:
         try:
@@ -115,6 +116,13 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
             )
         known.append(matches[0])
     return known
+
+
+def _full_names(device_type: str | None = None) -> list[str]:
+    """Names of the devices there are, with the job and task that TensorFlow leaves out for those of this process."""
+    here = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    names = [device.name for device in tf.config.list_logical_devices(device_type)]
+    return [here.make_merged_spec(tf.DeviceSpec.from_string(name)).to_string() for name in names]
 
 
 def _matches(device: tf.DeviceSpec, wanted: tf.DeviceSpec) -> bool:

@@ -325,11 +325,12 @@ def _follow(model: keras.Model, inputs: Any, training: bool | None) -> tuple[ker
     symbolic = tree.map_structure(
         lambda t: keras.Input(batch_shape=(None, *t.shape[1:]), dtype=keras.backend.standardize_dtype(t.dtype)), inputs
     )
-    takes_training = "training" in inspect.signature(model.call).parameters
+    call = type(model).call.__get__(model)  # not `model.call`, which the strategy replaces while the model is called
+    takes_training = "training" in inspect.signature(call).parameters
     known = {"training": training} if takes_training and training is not None else {}
     try:
         with compat.call_context(model, training):
-            outputs = model.call(symbolic, **known)
+            outputs = call(symbolic, **known)
         flat = tree.flatten(outputs)
         if not flat or not all(isinstance(tensor, keras.KerasTensor) for tensor in flat):
             raise TypeError(f"`call` returned {outputs!r}")

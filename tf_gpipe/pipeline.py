@@ -28,7 +28,7 @@ from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
-from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs, zero_sums
+from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs, zero_sums
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -91,7 +91,6 @@ class _Call:
         self.masks: dict[tuple[Ref, int], tf.Tensor | None] = {}
         self.results: dict[Task, ForwardResult] = {}
         self.flat_inputs: dict[Task, list[tf.Tensor]] = {}
-        self.tapes: dict[Task, tf.GradientTape] = {}
         self.signatures: list[Signature] = []
         self.forwards: list[Forward] = []
         self.last_task: dict[int, tf.Operation] = {}
@@ -110,8 +109,8 @@ class _Call:
             self.needs_gradient[ref] = bool(is_float and recording and compat.is_watched([tensor]))
         self._find_needs()
         kept = self._kept_micro_batches() if recording and self.training else set()
-        self._run_forward(kept)
         with compat.stop_recording():
+            self._run_forward(kept)
             outputs = self._gather_outputs()
             losses = self._pool_losses()
             self._update_state()
@@ -169,19 +168,18 @@ class _Call:
                 given = states.read(forward.states)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
                 if m in kept:
-                    with tf.GradientTape() as tape:
-                        tape.watch([t for t in flat if t.dtype.is_floating])
-                        result = stage.call_forward(forward, flat)
-                    self.tapes[task] = tape
-                else:
-                    with compat.stop_recording():
-                        result = stage.call_forward(forward, flat)
+                    forward = stage.kept(self.signatures[task.stage], self._wanted(stage)).forward
+                result = stage.call_forward(forward, flat)
                 states.write(forward.states, result.states, unless_empty=self.rows, m=m)
             self._done(task, result.values)
             self.results[task], self.flat_inputs[task] = result, flat
             self.values.update({(ref, m): value for ref, value in zip(stage.plan.outputs, result.values, strict=True)})
             self.masks.update({(ref, m): mask for ref, mask in zip(stage.plan.outputs, result.masks, strict=True)})
         self.states = states
+
+    def _wanted(self, stage: Stage) -> tuple[bool, ...]:
+        """For each input of a stage, whether its gradient is of use."""
+        return tuple(self.needs_gradient[ref] for ref in stage.plan.inputs)
 
     @contextlib.contextmanager
     def _placed(self, task: Task) -> Iterator[None]:
@@ -357,19 +355,25 @@ class _BackwardPass:
     def _run_task(self, task: Task) -> None:
         k, m = task.stage, task.micro_batch
         call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
-        wanted = tuple(call.needs_gradient[ref] for ref in stage.plan.inputs)
+        wanted = call._wanted(stage)
         if not any(wanted) and not stage.trained(signature):
             return
         with call._placed(task):
             d_values = [self._sum((ref, m)) for ref in stage.plan.outputs]
             d_losses = [None if d is None else self._loss_share(d, m) for d in self.d_losses[k]]
-            if all(d is None for d in [*d_values, *d_losses]):
+            given = [d for d in [*d_values, *d_losses] if d is not None]
+            if not given:
                 return
             forward_task = Task("forward", k, m)
-            if forward_task in call.tapes:
-                made = self._from_tape(forward_task, wanted, d_values, d_losses)
+            kept = call.results[forward_task].residuals
+            floats = [ref for ref in stage.plan.outputs if call.graph.specs[ref].is_float]
+            if kept and len(given) == len(floats) + len(d_losses):
+                backward, arguments = stage.kept(signature, wanted).backward, kept
             else:
-                made = self._recompute(forward_task, wanted, d_values, d_losses)
+                there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
+                backward, arguments = stage.backward(signature, wanted, *there), call.flat_inputs[forward_task]
+            made = list(backward.function(*arguments, *given, *self.sums[k]))
+            self._take(task, backward, made)
         call._done(task, made)
 
     def _sum(self, key: tuple[Ref, int]) -> tf.Tensor | None:
@@ -381,54 +385,19 @@ class _BackwardPass:
     def _loss_share(self, d_loss: tf.Tensor, m: int) -> tf.Tensor:
         return tf.cast(d_loss, tf.float32) * self.rows.weight(m)
 
-    def _recompute(
-        self, task: Task, wanted: tuple[bool, ...], d_values: list[Any], d_losses: list[Any]
-    ) -> list[tf.Tensor]:
-        k, call = task.stage, self.call
-        stage = call.stages[k]
-        there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
-        backward = stage.backward(call.signatures[k], wanted, *there)
-        given = [d for d in [*d_values, *d_losses] if d is not None]
-        flat = list(backward.function(*call.flat_inputs[task], *given, *self.sums[k]))
-        made = list(flat)
+    def _take(self, task: Task, backward: Backward, made: Sequence[tf.Tensor]) -> None:
+        """Hands on what a backward function gave."""
+        k, m, flat = task.stage, task.micro_batch, list(made)
+        stage, signature = self.call.stages[k], self.call.signatures[k]
         for i in backward.inputs:
-            self._add(stage.plan.inputs[i], task.micro_batch, flat.pop(0))
+            self.gradients.setdefault((stage.plan.inputs[i], m), []).append(flat.pop(0))
         for i in backward.dense:
             self.sums[k][i] = flat.pop(0)
             self.dense[k].add(i)
-        weights = stage.trained(call.signatures[k])
+        weights = stage.trained(signature)
         for i in backward.sparse:
-            slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(weights[i].shape, tf.int32))
+            slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(tuple(weights[i].shape), tf.int32))
             self.sparse[k].setdefault(i, []).append(slices)
-        return made
-
-    def _from_tape(
-        self, task: Task, wanted: tuple[bool, ...], d_values: list[Any], d_losses: list[Any]
-    ) -> list[tf.Tensor]:
-        """Backward of a micro-batch whose activations were kept."""
-        k, call = task.stage, self.call
-        stage, result = call.stages[k], call.results[task]
-        inputs = [call.values[ref, task.micro_batch] for ref in stage.plan.inputs]
-        sources = [x for x, there in zip(inputs, wanted, strict=True) if there]
-        weights = [compat.raw_variable(v) for v in stage.trained(call.signatures[k])]
-        pairs = [(y, d) for y, d in zip(result.values, d_values, strict=True) if d is not None]
-        pairs += [(y, tf.cast(d, y.dtype)) for y, d in zip(result.losses, d_losses, strict=True) if d is not None]
-        tape = call.tapes[task]
-        gradients = tape.gradient([y for y, _ in pairs], [*sources, *weights], output_gradients=[d for _, d in pairs])
-        refs = [ref for ref, there in zip(stage.plan.inputs, wanted, strict=True) if there]
-        for ref, d in zip(refs, gradients, strict=False):
-            if d is not None:
-                self._add(ref, task.micro_batch, d)
-        for i, d in enumerate(gradients[len(sources) :]):
-            if isinstance(d, tf.IndexedSlices):
-                self.sparse[k].setdefault(i, []).append(d)
-            elif d is not None:
-                self.sums[k][i] = self.sums[k][i] + tf.cast(d, self.sums[k][i].dtype)
-                self.dense[k].add(i)
-        return [tensor for d in gradients if d is not None for tensor in tf.nest.flatten(d, expand_composites=True)]
-
-    def _add(self, ref: Ref, m: int, gradient: tf.Tensor) -> None:
-        self.gradients.setdefault((ref, m), []).append(gradient)
 
     def gather_input(self, ref: Ref) -> tf.Tensor | None:
         """Gradient of an input of the model for the whole mini-batch."""

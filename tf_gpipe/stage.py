@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, state
+from tf_gpipe import compat, residuals, state
 from tf_gpipe.errors import ModelError
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
@@ -75,6 +75,7 @@ class ForwardResult:
     states: list[tf.Tensor]
     losses: list[tf.Tensor]
     moments: list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
+    residuals: list[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,21 @@ class Backward:
     sparse: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A forward function that also returns what its backward pass needs, and that backward pass.
+
+    Attributes:
+        forward: as for any forward pass; its function returns `num_residuals` more tensors at the end.
+        num_residuals: how many.
+        backward: takes the residuals in place of inputs, masks and state.
+    """
+
+    forward: Forward
+    num_residuals: int
+    backward: Backward
+
+
 @dataclasses.dataclass
 class _Body:
     """What one run of the stage's operations gave, while a function is traced."""
@@ -104,6 +120,12 @@ class _Body:
     loss_owners: list[keras.Layer]
     moments: list[state.Moments]
     assigned: dict[int, keras.Variable]
+
+    @property
+    def flat(self) -> list[tf.Tensor]:
+        """What a forward function returns."""
+        moments = [tensor for m in self.moments for tensor in (m.mean, m.variance, m.count)]
+        return [*_present(self.values), *_present(self.masks), *self.states, *self.losses, *moments]
 
 
 class Stage:
@@ -122,6 +144,7 @@ class Stage:
         self._jit_compile = jit_compile
         self._forwards: dict[Signature, Forward] = {}
         self._backwards: dict[Any, Backward] = {}
+        self._kept: dict[Any, Kept] = {}
         self._known_states: dict[bool | None, dict[int, keras.Variable]] = {}
 
     @property
@@ -171,8 +194,7 @@ class Stage:
             values, masks, given, _ = _unflatten(flat, signature, len(states))
             body = self._run(values, masks, signature.training, states, given)
             bodies.append(body)
-            moments = [tensor for m in body.moments for tensor in (m.mean, m.variance, m.count)]
-            return [*_present(body.values), *_present(body.masks), *body.states, *body.losses, *moments]
+            return body.flat
 
         return self._trace(forward, _input_specs(signature, states)), bodies[-1]
 
@@ -184,7 +206,7 @@ class Stage:
         states = [flat.pop(0) for _ in forward.states]
         losses = [flat.pop(0) for _ in forward.loss_owners]
         moments = [(flat.pop(0), flat.pop(0), flat.pop(0)) for _ in forward.moments_of]
-        return ForwardResult(values, masks, states, losses, moments)
+        return ForwardResult(values, masks, states, losses, moments, residuals=flat)
 
     # --- backward ---
 
@@ -208,41 +230,65 @@ class Stage:
         self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
     ) -> Backward:
         forward = self.forward(signature)
-        weights = [compat.raw_variable(v) for v in self.trained(signature)]
-        gradient_specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
-        gradient_specs += [tf.TensorSpec([], tf.float32)] * sum(d_losses)
-        found: dict[str, tuple[int, ...]] = {}
+        sums = _Sums([compat.raw_variable(v) for v in self.trained(signature)])
+        d_specs = _gradient_specs(forward, d_values, d_losses)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
             values, masks, states, rest = _unflatten(flat, signature, len(forward.states))
-            d_outputs, sums = rest[: len(gradient_specs)], rest[len(gradient_specs) :]
             sources = [v for v, there in zip(values, wanted, strict=True) if there]
             with tf.GradientTape() as tape:
                 tape.watch(sources)
                 body = self._run(values, masks, signature.training, forward.states, states)
             targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
             targets += [tf.cast(loss, tf.float32) for loss, there in zip(body.losses, d_losses, strict=True) if there]
-            gradients = tape.gradient(targets, [*sources, *weights], output_gradients=list(d_outputs))
-            positions = [i for i, there in enumerate(wanted) if there]
-            d_inputs = [(i, d) for i, d in zip(positions, gradients, strict=False) if d is not None]
-            d_weights = list(enumerate(gradients[len(sources) :]))
-            dense = [(i, d) for i, d in d_weights if isinstance(d, tf.Tensor)]
-            sparse = [(i, d) for i, d in d_weights if isinstance(d, tf.IndexedSlices)]
-            found.update(
-                inputs=tuple(i for i, _ in d_inputs),
-                dense=tuple(i for i, _ in dense),
-                sparse=tuple(i for i, _ in sparse),
-            )
-            return [
-                *(d for _, d in d_inputs),
-                *(sums[i] + tf.cast(d, sums[i].dtype) for i, d in dense),
-                *(part for _, d in sparse for part in (d.values, d.indices)),
-            ]
+            gradients = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(rest[: len(d_specs)]))
+            return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
 
-        # A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all.
-        sum_specs = [tf.TensorSpec(None, _sum_dtype(w.dtype)) for w in weights]
-        function = self._trace(backward, [*_input_specs(signature, forward.states), *gradient_specs, *sum_specs])
-        return Backward(function, found["inputs"], found["dense"], found["sparse"])
+        function = self._trace(backward, [*_input_specs(signature, forward.states), *d_specs, *sums.specs])
+        return Backward(function, sums.inputs, sums.dense, sums.sparse)
+
+    def kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
+        """The functions of a micro-batch whose activations are kept; traced the first time."""
+        if (signature, wanted) not in self._kept:
+            self._kept[signature, wanted] = self._trace_kept(signature, wanted)
+        return self._kept[signature, wanted]
+
+    def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
+        plain = self.forward(signature)
+        sums = _Sums([compat.raw_variable(v) for v in self.trained(signature)])
+        is_float = tuple(spec is not None and spec.dtype.is_floating for spec in plain.values)
+        d_specs = _gradient_specs(plain, is_float, (True,) * len(plain.loss_owners))
+        traced: list[residuals.Residuals] = []
+
+        def forward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
+            values, masks, given, _ = _unflatten(flat, signature, len(plain.states))
+            sources = [v for v, there in zip(values, wanted, strict=True) if there]
+            with tf.GradientTape() as tape:
+                tape.watch(sources)
+                body = self._run(values, masks, signature.training, plain.states, given)
+                targets = [v for v, there in zip(body.values, is_float, strict=True) if there]
+                targets += [tf.cast(loss, tf.float32) for loss in body.losses]
+
+            def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
+                made = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(d_outputs))
+                return sums.sort(made, wanted)
+
+            traced.append(residuals.trace(gradient, d_specs))
+            return [*body.flat, *traced[-1].kept]
+
+        def backward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
+            count = len(traced[-1].kept)
+            d_outputs, rest = flat[count : count + len(d_specs)], flat[count + len(d_specs) :]
+            return sums.add(traced[-1].run(flat[:count], d_outputs), rest)
+
+        forward = self._trace(forward_kept, _input_specs(signature, plain.states))
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
+        backward = self._trace(backward_kept, [*specs, *d_specs, *sums.specs])
+        return Kept(
+            dataclasses.replace(plain, function=forward),
+            len(specs),
+            Backward(backward, sums.inputs, sums.dense, sums.sparse),
+        )
 
     # --- the body ---
 
@@ -317,6 +363,44 @@ class Stage:
         )
         with tf.init_scope(), compat.resume_recording():
             return function.get_concrete_function()
+
+
+class _Sums:
+    """How gradients of a stage are laid out: those of its inputs, running sums of dense weights, slices of sparse ones."""
+
+    def __init__(self, weights: Sequence[tf.Variable]) -> None:
+        self.weights = list(weights)
+        self.inputs: tuple[int, ...] = ()
+        self.dense: tuple[int, ...] = ()
+        self.sparse: tuple[int, ...] = ()
+
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all."""
+        return [tf.TensorSpec(None, _sum_dtype(w.dtype)) for w in self.weights]
+
+    def sort(self, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[tf.Tensor]:
+        """Flat tensors of the gradients of the wanted inputs and the weights, leaving out what is unconnected."""
+        positions = [i for i, there in enumerate(wanted) if there]
+        d_inputs = [(i, d) for i, d in zip(positions, gradients, strict=False) if d is not None]
+        d_weights = list(enumerate(gradients[len(positions) :]))
+        dense = [(i, d) for i, d in d_weights if isinstance(d, tf.Tensor)]
+        sparse = [(i, d) for i, d in d_weights if isinstance(d, tf.IndexedSlices)]
+        self.inputs, self.dense, self.sparse = (tuple(i for i, _ in part) for part in (d_inputs, dense, sparse))
+        slices = [part for _, d in sparse for part in (d.values, d.indices)]
+        return [*(tf.convert_to_tensor(d) for _, d in d_inputs), *(d for _, d in dense), *slices]
+
+    def add(self, flat: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What a backward function returns: as `sort`, with the dense gradients added to the sums so far."""
+        made = list(flat)
+        for at, i in enumerate(self.dense, start=len(self.inputs)):
+            made[at] = sums[i] + tf.cast(made[at], sums[i].dtype)
+        return made
+
+
+def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
+    specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
+    return [*specs, *[tf.TensorSpec([], tf.float32)] * sum(d_losses)]
 
 
 def flatten_inputs(

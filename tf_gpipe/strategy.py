@@ -95,7 +95,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = partition if isinstance(partition, str) else list(partition)
         self._remat = remat
         self._jit_compile = jit_compile
-        self._pipelines: weakref.WeakKeyDictionary[keras.Model, dict[Any, Pipeline]] = weakref.WeakKeyDictionary()
         super().__init__(_Extended(self, self._devices[-1]))
 
     @property
@@ -190,17 +189,20 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
         """The pipeline of a model for a training flag; made, and the model placed, the first time."""
-        known = self._pipelines.setdefault(model, {})
+        # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
+        owner = model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary())
+        known: dict[Any, Pipeline] = owner.setdefault(self, {})
         graph = compat.graph_of(model)
-        key: Any = id(graph)
+        key: Any = graph
         if graph is None:
             kinds = (
                 tree.map_structure(lambda t: (tuple(t.shape[1:]), t.dtype.name), inputs) if inputs is not None else None
             )
             key = (bool(training), repr(kinds))
         if key not in known:
-            plan = self.plan(model, inputs)
-            if graph is None and not training:
+            # A second pipeline of one model leaves the variables where they are: functions traced before know them there.
+            plan = next(iter(known.values())).plan if graph is None and known else self.plan(model, inputs)
+            if graph is None and (known or not training):
                 plan = follow(model_graph.build(model, inputs, training), plan)
             pipeline = Pipeline(
                 plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile

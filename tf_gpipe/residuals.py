@@ -1,0 +1,154 @@
+"""Keeping a stage's activations for its backward pass: the least of them, in functions that are not inlined.
+
+TensorFlow's own gradient of a function returns every tensor that the unpruned backward graph mentions: for 48 dense layers
+with GELU 5.5 GB where plain Keras keeps 3.2. Here the backward graph is traced inside the forward graph, pruned, and only
+what is left of its captures becomes an output of the forward function:
+
+    forward:  inputs …            →  outputs …, residuals …
+    backward: residuals …, d …    →  gradients …
+
+What depends on weights alone (a weight, its cast to 16 bits) is made again instead of kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Tensors = Sequence[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """A backward graph, cut out of the forward graph it was traced in.
+
+    Attributes:
+        kept: tensors of the forward graph that the backward pass needs, to be returned by the forward function.
+        gradient_graph: the pruned backward graph.
+        gradients: names of its outputs, in order.
+        arguments: names of its placeholders for the gradients of the forward function's outputs.
+        kept_names: names of its placeholders for `kept`.
+        resources: placeholder names and the variables' handles that they stand for.
+        remade_graph, remade: a graph of weights alone, and pairs (placeholder name, its tensor in that graph).
+        remade_resources: as `resources`, for that graph.
+    """
+
+    kept: tuple[tf.Tensor, ...]
+    gradient_graph: Any
+    gradients: tuple[str, ...]
+    arguments: tuple[str, ...]
+    kept_names: tuple[str, ...]
+    resources: tuple[tuple[str, tf.Tensor], ...]
+    remade_graph: Any
+    remade: tuple[tuple[str, str], ...]
+    remade_resources: tuple[tuple[str, tf.Tensor], ...]
+
+    def run(self, kept: Tensors, d_outputs: Tensors) -> list[tf.Tensor]:
+        """The gradients, in the graph that is being traced now."""
+        given = dict(zip(self.kept_names, kept, strict=True)) | dict(zip(self.arguments, d_outputs, strict=True))
+        if self.remade:
+            handles = {name: _capture(handle) for name, handle in self.remade_resources}
+            made = _import(self.remade_graph, handles, [source for _, source in self.remade])
+            given |= {name: tensor for (name, _), tensor in zip(self.remade, made, strict=True)}
+        given |= {name: _capture(handle) for name, handle in self.resources}
+        return _import(self.gradient_graph, given, self.gradients)
+
+
+def trace(gradient: Callable[..., Tensors], specs: Sequence[tf.TensorSpec]) -> Residuals:
+    """Traces a backward pass inside the graph of its forward pass, which is being traced now.
+
+    Args:
+        gradient: takes the gradients of the forward function's outputs and returns flat tensors.
+        specs: kinds of the former.
+    """
+    forward = tf.compat.v1.get_default_graph()
+    concrete = tf.function(gradient, input_signature=list(specs), autograph=False).get_concrete_function()
+    graph = concrete.graph
+    outputs = [output.name for output in concrete.outputs]
+    needed = _ancestors(output.op for output in concrete.outputs)
+    arguments = [placeholder.name for placeholder in concrete.inputs[: len(specs)]]
+    kept, kept_names, resources, remade = [], [], [], []
+    handles = {id(inside): outside for outside, inside in forward.captures}
+    for outside, placeholder in graph.captures:
+        if placeholder.op not in needed:
+            continue
+        if placeholder.dtype == tf.resource:
+            resources.append((placeholder.name, handles.get(id(outside), outside)))
+        elif _is_made_of_weights(outside, forward):
+            remade.append((placeholder.name, outside))
+        else:
+            kept.append(outside)
+            kept_names.append(placeholder.name)
+    remade_ops = _ancestors(tensor.op for _, tensor in remade)
+    return Residuals(
+        tuple(kept),
+        _cut_out(graph, {op.name for op in needed}),
+        tuple(outputs),
+        tuple(arguments),
+        tuple(kept_names),
+        tuple(resources),
+        _cut_out(forward, {op.name for op in remade_ops}) if remade else None,
+        tuple((name, tensor.name) for name, tensor in remade),
+        tuple((inside.name, outside) for outside, inside in forward.captures if inside.op in remade_ops),
+    )
+
+
+def _ancestors(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """The operations and all that they need."""
+    found: set[tf.Operation] = set()
+    waiting = list(operations)
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return found
+
+
+_REPEATABLE = {"Cast", "Const", "Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Mul", "Add", "AddV2"}
+
+
+def _is_made_of_weights(tensor: tf.Tensor, graph: tf.Graph) -> bool:
+    """Whether a tensor follows from variables and constants by a few cheap operations."""
+    if not hasattr(tensor, "op"):
+        return False
+    handles = {inside.op for _, inside in graph.captures}
+    waiting, seen = [tensor.op], 0
+    reads = False
+    while waiting:
+        op = waiting.pop()
+        seen += 1
+        if op in handles:
+            continue
+        reads = reads or op.type == "ReadVariableOp"
+        if seen > 16 or (op.type != "ReadVariableOp" and op.type not in _REPEATABLE) or op.control_inputs:
+            return False
+        waiting += [source.op for source in op.inputs]
+    return reads
+
+
+def _cut_out(graph: tf.Graph, names: set[str]) -> Any:
+    """The part of a graph with the named operations, and the functions they call."""
+    definition = graph.as_graph_def()
+    # Placeholders are given when the part is put to use; left in, they would keep XLA from compiling it.
+    nodes = [node for node in definition.node if node.name in names and node.op != "Placeholder"]
+    del definition.node[:]
+    definition.node.extend(nodes)
+    for node in definition.node:
+        node.attr.pop("_class", None)  # colocation with operations that may be gone
+    return definition
+
+
+def _capture(handle: tf.Tensor) -> tf.Tensor:
+    return tf.compat.v1.get_default_graph().capture(handle)
+
+
+def _import(definition: Any, given: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
+    direct = {name: given[name] for name in wanted if name in given}
+    rest = [name for name in wanted if name not in direct]
+    made = tf.graph_util.import_graph_def(definition, input_map=given, return_elements=rest, name="") if rest else []
+    found = direct | dict(zip(rest, made, strict=True))
+    return [found[name] for name in wanted]
