@@ -13,6 +13,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `AutocastScope` | mixed precision inside a stage's body |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
+| `Variable._regularizer` | a weight's regulariser is taken where the weight is |
 | handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
 """
 
@@ -232,6 +233,84 @@ def model_being_prepared() -> tuple[keras.Model, Structure] | None:
             return frame.f_locals["self"], frame.f_locals.get("data_batch")
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+@contextlib.contextmanager
+def follow_inputs(default: str) -> Iterator[None]:
+    """Places each operation that names no device beside the largest of its inputs; `default` where none has a device.
+
+    So the loss is taken where the outputs are, and what Keras does to a weight or its gradient (regularisers, clipping,
+    averages) stays where the weight is. When executing eagerly everything runs on `default`.
+    """
+    if tf.executing_eagerly():
+        with tf.device(default):
+            yield
+    else:
+        with tf.compat.v1.device(lambda op: _device_of_inputs(op, default)):
+            yield
+
+
+def _device_of_inputs(op: tf.Operation, default: str) -> str:
+    if op.device:
+        return str(op.device)
+    best, largest = default, 1
+    for tensor in op.inputs:
+        if tensor.dtype == tf.resource:
+            return _device_of(tensor)
+        size = 1
+        for dimension in tensor.shape.as_list() if tensor.shape.rank is not None else [None]:
+            size *= 1024 if dimension is None else dimension
+        device = _device_of(tensor)
+        # Of equal sizes, one on the default device may be a scalar that was spread out there, such as d loss / d loss.
+        if device and (size > largest or (size == largest > 1 and best == default)):
+            best, largest = device, size
+    return best
+
+
+@contextlib.contextmanager
+def placed_regularizers(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """While open, a weight's regulariser and its gradient are taken where the weight is.
+
+    The gradient of a sum starts as a scalar spread to the weight's shape, of which no operation knows the weight.
+    """
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            if variable.regularizer is not None:
+                placed = _placed_regularizer(variable.regularizer, variable._value.device)
+                stack.enter_context(replaced(variable, "_regularizer", placed))
+        yield
+
+
+def _placed_regularizer(regularizer: Callable[[Any], tf.Tensor], device: str) -> Callable[[Any], tf.Tensor]:
+    @tf.custom_gradient
+    def loss_of(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = regularizer(value)
+
+        def gradient(d_loss: tf.Tensor) -> tf.Tensor:
+            with tf.device(device):
+                return tape.gradient(loss, value, output_gradients=d_loss)
+
+        return loss, gradient
+
+    def placed(variable: Any) -> tf.Tensor:
+        with tf.device(device):
+            return loss_of(tf.convert_to_tensor(variable))
+
+    return placed
+
+
+def _device_of(tensor: tf.Tensor) -> str:
+    """Where a tensor is made; "" where that is not known yet."""
+    op = tensor.op
+    if op.type == "ReadVariableOp":
+        return _device_of(op.inputs[0])
+    if tensor.dtype == tf.resource and op.type == "Placeholder":
+        for outside, inside in getattr(op.graph, "captures", ()):
+            if inside is tensor:
+                return str(outside.device) if not hasattr(outside, "op") else _device_of(outside)
+    return str(op.device)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

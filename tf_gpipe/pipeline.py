@@ -101,7 +101,7 @@ class _Call:
     def run(self) -> PipelineOutput:
         """The forward pass; tapes learn how to go back."""
         recording = compat.is_recording()
-        with compat.stop_recording():
+        with compat.stop_recording(), tf.device(_host_of(self.inputs)):
             self._split_inputs()
         self._trace()
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
@@ -277,6 +277,12 @@ class _Call:
         compat.record_operation("GPipe", differentiable, inputs, weights, gradient)
 
 
+def _host_of(inputs: Sequence[tf.Tensor | None]) -> str | None:
+    """Where a mini-batch is split: where it was made, if that is known, else on the host, which it comes from."""
+    made = {tensor.device for tensor in inputs if tensor is not None}
+    return made.pop() or "/CPU:0" if len(made) == 1 else "/CPU:0"
+
+
 def _refuse_second_derivative(
     gradients: Sequence[Any], inputs: Sequence[tf.Tensor], weights: Sequence[tf.Variable], name: str
 ) -> None:
@@ -391,10 +397,11 @@ class _BackwardPass:
         stage, signature = self.call.stages[k], self.call.signatures[k]
         for i in backward.inputs:
             self.gradients.setdefault((stage.plan.inputs[i], m), []).append(flat.pop(0))
+        weights = stage.trained(signature)
         for i in backward.dense:
             self.sums[k][i] = flat.pop(0)
+            self.sums[k][i].set_shape(weights[i].shape)
             self.dense[k].add(i)
-        weights = stage.trained(signature)
         for i in backward.sparse:
             slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(tuple(weights[i].shape), tf.int32))
             self.sparse[k].setdefault(i, []).append(slices)

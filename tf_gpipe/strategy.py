@@ -8,6 +8,7 @@ strategy's scope means calling its pipeline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -213,8 +214,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             known[key] = pipeline
         return known[key]
 
-    def _call_model(self, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What calling a model means inside `run`."""
+    def _call_model(self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What calling a model means inside `run`; what must hold until `run` ends is entered into `during_run`."""
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
             return plain(*args, **kwargs)
@@ -233,6 +234,7 @@ class GPipeStrategy(tf.distribute.Strategy):
                     compat.set_keras_mask(tensor, part)
             _check_dense(model, flat)
             pipeline = self._pipeline(model, inputs, training)
+            during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
             result = pipeline(flat, training)
             for owner, loss in result.losses:
                 compat.hand_back_loss(owner, loss)
@@ -254,8 +256,11 @@ class _Extended(compat.OneDeviceExtended):  # type: ignore[misc]
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         strategy = self._container_strategy()
-        with compat.route_models(strategy._call_model):
-            return super()._call_for_each_replica(fn, args, kwargs)
+        with contextlib.ExitStack() as during_run:
+            during_run.enter_context(compat.route_models(functools.partial(strategy._call_model, during_run)))
+            during_run.enter_context(compat.follow_inputs(strategy.devices[-1]))
+            during_run.enter_context(_ReplicaContext(strategy, replica_id_in_sync_group=0))
+            return fn(*args, **kwargs)
 
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         with compat.on_device(self, var.device):
@@ -266,6 +271,19 @@ class _Extended(compat.OneDeviceExtended):  # type: ignore[misc]
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
         return InputDataset(dataset_fn(tf.distribute.InputContext()))
+
+
+class _ReplicaContext(tf.distribute.ReplicaContext):
+    """The context inside `run`: one replica, whose values are already reduced and stay where they are."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where a replica's values are: on the last stage's device."""
+        return tuple(self.strategy.extended.worker_devices)
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """The value itself."""
+        return value
 
 
 def _place_variables(plan: Plan, model: keras.Model) -> None:
