@@ -47,3 +47,15 @@ def assert_same(a: tuple[keras.Model, dict], b: tuple[keras.Model, dict], tolera
     assert a[1].keys() == b[1].keys()
     for name in a[1]:
         np.testing.assert_allclose(b[1][name], a[1][name], rtol=2e-6, atol=tolerance, err_msg=name)
+
+
+def assert_same_optimizer(a: keras.Model, b: keras.Model, tolerance: float = 1e-6) -> None:
+    """Every variable of two models' optimizers is equal: iterations, slots, averages, accumulators, loss scale."""
+    assert len(a.optimizer.variables) == len(b.optimizer.variables)
+    for x, y in zip(a.optimizer.variables, b.optimizer.variables, strict=True):
+        np.testing.assert_allclose(y.numpy(), x.numpy(), rtol=2e-6, atol=tolerance, err_msg=x.path)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Float32 numbers from the standard normal distribution."""
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")

@@ -349,7 +349,7 @@ def record_operation(
     variables: Sequence[tf.Variable],
     gradient: Callable[..., list[Any]],
 ) -> None:
-    """Tells every tape that `outputs` came from `inputs` and `variables`, with `gradient(*d_outputs)` as their backward.
+    """Tells every tape that `outputs` came from `inputs` and `variables`, and how to go back: `gradient(*d_outputs)`.
 
     Stands for `tf.custom_gradient`, which in graph mode passes the value of every variable through one `IdentityN`:
     each weight of the model would be sent to one device at each step.

@@ -76,8 +76,9 @@ def _elements(specs: list[TensorSpec]) -> int:
     return sum(math.prod(dimension or 1 for dimension in spec.shape[1:]) for spec in specs)
 
 
-_CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D")
-_CONVOLUTIONS += ("SeparableConv2D", "Dense", "EinsumDense")
+_APPLIED_AT_OUTPUTS = {"Conv1D", "Conv2D", "Conv3D", "Dense", "EinsumDense"}
+_APPLIED_AT_OUTPUTS |= {"DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"}
+"""Layers whose kernel is applied once at each position of their output."""
 
 
 def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> float:
@@ -89,7 +90,7 @@ def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> f
     kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1)
     here = max((_positions(spec.shape) for spec in outputs), default=1)
     before = max((_positions(spec.shape) for spec in inputs), default=1)
-    if type(operation).__name__ not in _CONVOLUTIONS:
+    if type(operation).__name__ not in _APPLIED_AT_OUTPUTS:
         here = max(here, before)  # recurrent layers and composites see each position of their input
     attention = 0.0
     if isinstance(operation, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention):

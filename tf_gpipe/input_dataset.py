@@ -27,7 +27,7 @@ class InputDataset(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> Iterator[Any]:
         if compat.model_being_prepared() is not None and _is_described(self._dataset.element_spec):
-            return iter([self._dataset.element_spec])
+            return iter([tf.nest.map_structure(_none_if_optional, self._dataset.element_spec)])
         return iter(self._dataset)
 
     @property
@@ -45,8 +45,15 @@ class InputDataset(tf.distribute.DistributedDataset):
 
 def _is_described(spec: Any) -> bool:
     """Whether a batch's kind tells all that its shapes would: everything but the number of rows."""
-    for leaf in tf.nest.flatten(spec):
+    for leaf in tf.nest.flatten(tf.nest.map_structure(_none_if_optional, spec)):
+        if leaf is None:
+            continue
         shape = getattr(leaf, "shape", None)
         if shape is None or shape.rank is None:
             return False
     return True
+
+
+def _none_if_optional(leaf: Any) -> Any:
+    """Keras passes None, such as no sample weights, through a dataset as an empty `tf.experimental.Optional`."""
+    return None if isinstance(leaf, tf.OptionalSpec) else leaf

@@ -40,11 +40,11 @@ class Rows:
         """Whether the number of rows is known now."""
         return isinstance(self.total, int)
 
-    def weight(self, m: int) -> tf.Tensor:
-        """Share of micro-batch `m` in the mini-batch, a float32 scalar; the shares add up to 1."""
+    def weight(self, m: int, dtype: tf.DType = tf.float32) -> tf.Tensor:
+        """Share of micro-batch `m` in the mini-batch, a scalar; the shares add up to 1."""
         if self.is_static:
-            return tf.constant(self.sizes[m] / max(self.total, 1), tf.float32)
-        return tf.cast(self.sizes[m], tf.float32) / tf.cast(tf.maximum(self.total, 1), tf.float32)
+            return tf.constant(self.sizes[m] / max(self.total, 1), dtype)
+        return tf.cast(self.sizes[m] / tf.maximum(self.total, 1), dtype)  # int32 by int32 gives float64
 
     def take(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
         """Rows of micro-batch `m` of a tensor of shape `(N, ...)`."""

@@ -89,6 +89,7 @@ class Step:
         args, kwargs: its arguments, with a `Ref` for each tensor.
         inputs: the refs in them.
         outputs: refs of its outputs, flat.
+        training: the flag that a nested model around it was called with; counts where the whole call has none.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Step:
     kwargs: dict[str, Any]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    training: bool | None = None
 
     def run(self, values: dict[Ref, Any], training: bool | None) -> None:
         """Reads the inputs from `values`, runs the operation and adds its outputs to them."""
@@ -106,7 +108,8 @@ class Step:
 
         args = tree.map_structure(value, self.args)
         kwargs = tree.map_structure(value, self.kwargs)
-        results = compat.operation_fn(self.operation, training=training)(*args, **kwargs)
+        flag = self.training if training is None else training
+        results = compat.operation_fn(self.operation, training=flag)(*args, **kwargs)
         values.update(zip(self.outputs, tree.flatten(results), strict=False))
 
     @property
@@ -179,7 +182,9 @@ class _Builder:
         self.names[name] = count + 1
         return f"{name}:{count}" if count else name
 
-    def open(self, graph: keras.Function, inputs: Sequence[Ref], prefix: str) -> dict[int, Ref]:
+    def open(
+        self, graph: keras.Function, inputs: Sequence[Ref], prefix: str, training: bool | None = None
+    ) -> dict[int, Ref]:
         """Adds the steps of a graph whose inputs are known. Returns the refs of all its tensors by identity."""
         refs = {id(tensor): ref for tensor, ref in zip(graph.inputs, inputs, strict=True)}
         for node in compat.nodes_in_order(graph):
@@ -190,13 +195,15 @@ class _Builder:
             inner = _graph_to_open(node.operation, args, kwargs)
             if inner is not None:
                 path = self.unique(f"{prefix}{node.operation.name}")
-                found = self.open(inner, self.enter(inner, args[0], path), f"{path}/")
+                flag = kwargs.get("training") if training is None else training
+                found = self.open(inner, self.enter(inner, args[0], path), f"{path}/", flag)
                 outputs = [found[id(tensor)] for tensor in inner.outputs]
             else:
                 outputs = [self.new_ref(tensor) for tensor in node.outputs]
                 taken = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, Ref)]
                 name = self.unique(f"{prefix}{node.operation.name}")
-                self.steps.append(Step(name, node.operation, args, kwargs, tuple(dict.fromkeys(taken)), tuple(outputs)))
+                inputs_of_step = tuple(dict.fromkeys(taken))
+                self.steps.append(Step(name, node.operation, args, kwargs, inputs_of_step, tuple(outputs), training))
             refs.update((id(tensor), ref) for tensor, ref in zip(node.outputs, outputs, strict=True))
         return refs
 
@@ -233,7 +240,8 @@ def _graph_to_open(operation: keras.Operation, args: tuple[Any, ...], kwargs: di
     if not isinstance(operation, keras.Model) or type(operation).__call__ is not keras.Model.__call__:
         return None
     graph = compat.graph_of(operation)
-    plain = graph is not None and len(args) == 1 and not set(kwargs) - {"training"}
+    given = {name for name, value in kwargs.items() if value is not None}  # Keras itself notes mask=None
+    plain = graph is not None and len(args) == 1 and not given - {"training"}
     if not plain or operation.activity_regularizer is not None or operation.quantization_mode is not None:
         return None
     return graph if _flat_inputs(graph, args[0]) is not None else None

@@ -4,10 +4,10 @@
                                         │ stage inputs, states
     d inputs ◀─gather── d x₀ d x₁ … ◀── backward tasks ◀── d y₀ d y₁ … ◀──split── d outputs      [4] [5]
 
-The order of the tasks of a stage is the schedule's; a control dependency from each to the next enforces it on every kind
-of device and bounds memory. What a stage needs is sent straight to it from wherever it was made, so that a skip connection
-over several cuts passes no stage in between. The loss is not taken here: whoever called the model takes it from the gathered
-outputs of the whole mini-batch, so that every reduction and mask is exact.
+The order of the tasks of a stage is the schedule's; a control dependency from each to the next enforces it on every
+kind of device and bounds memory. What a stage needs is sent straight to it from wherever it was made, so that a skip
+connection over several cuts passes no stage in between. The loss is not taken here: whoever called the model takes it
+from the gathered outputs of the whole mini-batch, so that every reduction and mask is exact.
 
 The loop over micro-batches is unrolled: one call operation for each task. See docs/decisions/0001-form-of-the-loop.md.
 """
@@ -228,7 +228,7 @@ class _Call:
             for i, owner in enumerate(forward.loss_owners):
                 with tf.device(self.stages[k].device):
                     parts = [
-                        tf.cast(self.rows.weight(m), loss.dtype) * loss
+                        self.rows.weight(m, loss.dtype) * loss
                         for m in range(len(self.rows))
                         for loss in [self.results[Task("forward", k, m)].losses[i]]
                     ]
@@ -293,7 +293,7 @@ def _refuse_second_derivative(
     def refuse(*_: Any) -> list[Any]:
         raise ModelError(
             f"Expected first derivatives only. Received: a gradient of a gradient of '{name}' inside `strategy.run`. "
-            "Take the penalty with a model called outside the pipeline, or replace it by one without a second derivative."
+            "Take the penalty with a model called outside the pipeline, or use one without a second derivative."
         )
 
     if made and compat.is_recording():
@@ -389,7 +389,7 @@ class _BackwardPass:
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
     def _loss_share(self, d_loss: tf.Tensor, m: int) -> tf.Tensor:
-        return tf.cast(d_loss, tf.float32) * self.rows.weight(m)
+        return d_loss * self.rows.weight(m, d_loss.dtype)
 
     def _take(self, task: Task, backward: Backward, made: Sequence[tf.Tensor]) -> None:
         """Hands on what a backward function gave."""

@@ -124,7 +124,10 @@ class Plan:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         left = (1, 3, 4)
         lines = [
-            "  ".join(cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths)))
+            "  ".join(
+                cell.ljust(w) if c in left else cell.rjust(w)
+                for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         heaviest = max(stage.flops for stage in self.stages)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -25,7 +25,7 @@ from tf_gpipe.errors import ModelError
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
 
-Spec = tf.TensorSpec | None
+Spec: TypeAlias = "tf.TensorSpec | None"
 """Kind of a value or mask at a boundary; None where there is none (an optional input, a tensor without mask)."""
 
 
@@ -54,7 +54,8 @@ class Forward:
         function: flat tensors in, flat tensors out, in the order of the module's docstring.
         values, masks: kinds of the stage's outputs and their masks.
         states: variables whose state goes in and comes out.
-        loss_owners: the layer that made each loss.
+        losses: dtype of each loss that a layer made.
+        loss_owners: that layer.
         moments_of: the batch-norm layer of each group of moments.
     """
 
@@ -62,6 +63,7 @@ class Forward:
     values: tuple[Spec, ...]
     masks: tuple[Spec, ...]
     states: tuple[keras.Variable, ...]
+    losses: tuple[tf.DType, ...]
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
 
@@ -183,6 +185,7 @@ class Stage:
             tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.values),
             tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.masks),
             states,
+            tuple(loss.dtype for loss in body.losses),
             tuple(body.loss_owners),
             tuple(m.layer for m in body.moments),
         )
@@ -240,7 +243,7 @@ class Stage:
                 tape.watch(sources)
                 body = self._run(values, masks, signature.training, forward.states, states)
             targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
-            targets += [tf.cast(loss, tf.float32) for loss, there in zip(body.losses, d_losses, strict=True) if there]
+            targets += [loss for loss, there in zip(body.losses, d_losses, strict=True) if there]
             gradients = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(rest[: len(d_specs)]))
             return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
 
@@ -267,7 +270,7 @@ class Stage:
                 tape.watch(sources)
                 body = self._run(values, masks, signature.training, plain.states, given)
                 targets = [v for v, there in zip(body.values, is_float, strict=True) if there]
-                targets += [tf.cast(loss, tf.float32) for loss in body.losses]
+                targets += body.losses
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                 made = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(d_outputs))
@@ -400,7 +403,7 @@ class _Sums:
 
 def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
     specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
-    return [*specs, *[tf.TensorSpec([], tf.float32)] * sum(d_losses)]
+    return [*specs, *(tf.TensorSpec([], d) for d, there in zip(forward.losses, d_losses, strict=True) if there)]
 
 
 def flatten_inputs(

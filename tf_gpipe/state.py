@@ -2,8 +2,8 @@
 
 A stage is pure. Its layers run in a `keras.StatelessScope`: a variable they assign is an input of the stage's function
 and its new value an output, handed from micro-batch to micro-batch and assigned once, after the last. The
-recomputation of a micro-batch gets the same state as its forward pass, so that dropout draws the same mask. Seeds belong
-to layers, so that results do not depend on the number of stages, and one micro-batch draws plain Keras's masks.
+recomputation of a micro-batch gets the same state as its forward pass, so that dropout draws the same mask. Seeds
+belong to layers, so that results do not depend on the number of stages, and one micro-batch draws plain Keras's masks.
 
 Batch normalisation is the exception: each micro-batch is normalised with its own mean and variance, and these are
 pooled over the mini-batch, from the number of values each was taken over, before the moving averages move once
@@ -92,10 +92,9 @@ def pool(moments: Sequence[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]) -> tuple[tf.
         return moments[0]
     means = tf.stack([mean for mean, _, _ in moments])
     variances = tf.stack([variance for _, variance, _ in moments])
-    counts = tf.stack([count for _, _, count in moments])
+    counts = tf.cast(tf.stack([count for _, _, count in moments]), means.dtype)
     shape = [-1] + [1] * (means.shape.rank - 1)
     weights = tf.reshape(tf.math.divide_no_nan(counts, tf.reduce_sum(counts)), shape)
-    weights = tf.cast(weights, means.dtype)
     present = tf.reshape(counts > 0, shape)
     means, variances = (tf.where(present, value, tf.zeros_like(value)) for value in (means, variances))
     # The first group's mean as origin keeps the weighted sum exact where all means are large and near each other.

@@ -28,9 +28,9 @@ from tf_gpipe.plan import Partition, Plan, follow, make_plan
 class GPipeStrategy(tf.distribute.Strategy):
     """Trains a Keras model in stages on several devices, as on one huge device.
 
-    The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split into M
-    micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are summed
-    and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which normalises
+    The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split
+    into M micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are
+    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which normalises
     each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1 these are
     the same too.
 
@@ -74,8 +74,8 @@ class GPipeStrategy(tf.distribute.Strategy):
     ) -> None:
         if keras.backend.backend() != "tensorflow":
             raise ArgumentError(
-                f"Expected Keras to run on TensorFlow. Received: backend '{keras.backend.backend()}'. Set the environment "
-                "variable KERAS_BACKEND=tensorflow before importing Keras."
+                f"Expected Keras to run on TensorFlow. Received: backend '{keras.backend.backend()}'. Set the "
+                "environment variable KERAS_BACKEND=tensorflow before importing Keras."
             )
         _check_count("num_stages", num_stages)
         _check_count("num_micro_batches", num_micro_batches)
@@ -93,7 +93,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             num_stages = len(devices)
         self._devices = stage_devices(devices, num_stages)
         self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
-        self._partition = partition if isinstance(partition, str) else list(partition)
+        self._partition = partition
         self._remat = remat
         self._jit_compile = jit_compile
         super().__init__(_Extended(self, self._devices[-1]))
@@ -166,14 +166,14 @@ class GPipeStrategy(tf.distribute.Strategy):
         """
         if not isinstance(model, keras.Model):
             raise ModelError(
-                f"Expected a model of Keras 3 (keras.Model). Received: {type(model).__module__}.{type(model).__name__}. "
-                "A model of tf_keras (Keras 2) must be rebuilt with Keras 3."
+                f"Expected a model of Keras 3 (keras.Model). Received: {type(model).__module__}.{type(model).__name__}."
+                " A model of tf_keras (Keras 2) must be rebuilt with Keras 3."
             )
         _check_compiled(model)
         if not _is_built(model):
             raise ModelError(
-                f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give it a "
-                "`keras.Input`, or call it once on data."
+                f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give it "
+                "a `keras.Input`, or call it once on data."
             )
         graph = model_graph.build(model, inputs, training=True)
         return make_plan(graph, self._devices, self._partition)
@@ -214,7 +214,9 @@ class GPipeStrategy(tf.distribute.Strategy):
             known[key] = pipeline
         return known[key]
 
-    def _call_model(self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_model(
+        self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """What calling a model means inside `run`; what must hold until `run` ends is entered into `during_run`."""
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
@@ -244,8 +246,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             return plain(*args, **kwargs)
 
 
-class _Extended(compat.OneDeviceExtended):  # type: ignore[misc]
-    """The half of a strategy that TensorFlow calls. One replica; its loss and metrics are on the last stage's device."""
+class _Extended(compat.OneDeviceExtended):
+    """The half of a strategy that TensorFlow calls. One replica; its loss is taken on the last stage's device."""
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """New variables are made on the host, or beside the one they belong to; stages fetch theirs when placed."""
@@ -321,8 +323,8 @@ def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
 def _check_compiled(model: keras.Model) -> None:
     if getattr(model, "_jit_compile", None) is True:
         raise ArgumentError(
-            f"Expected a model compiled without XLA, which would put all stages onto one device. Received: '{model.name}' "
-            "with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the strategy: "
+            f"Expected a model compiled without XLA, which would put all stages onto one device. Received: "
+            f"'{model.name}' with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the strategy: "
             "GPipeStrategy(..., jit_compile=True) compiles each stage on its own device."
         )
 
@@ -342,8 +344,8 @@ def _check_dense(model: keras.Model, tensors: Sequence[Any]) -> None:
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
             raise ModelError(
-                f"Expected dense tensors as inputs of '{model.name}'. Received: a {type(tensor).__name__} as input {index}. "
-                "Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
+                f"Expected dense tensors as inputs of '{model.name}'. Received: a {type(tensor).__name__} as input "
+                f"{index}. Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
             )
 
 
@@ -351,6 +353,6 @@ def _refuse_arguments(model: keras.Model, more: dict[str, Any]) -> None:
     given = {name: value for name, value in more.items() if value is not None}
     if given:
         raise ModelError(
-            f"Expected '{model.name}' to be called with its inputs, `training` and `mask` only, since these are what is "
-            f"split into micro-batches. Received: {sorted(given)}. Pass further tensors as part of the inputs."
+            f"Expected '{model.name}' to be called with its inputs, `training` and `mask` only, since these are what "
+            f"is split into micro-batches. Received: {sorted(given)}. Pass further tensors as part of the inputs."
         )
