@@ -34,6 +34,8 @@ class Residuals:
         resources: placeholder names and the variables' handles that they stand for.
         remade_graph, remade: a graph of weights alone, and pairs (placeholder name, its tensor in that graph).
         remade_resources: as `resources`, for that graph.
+        traced: the function the backward graph was cut out of; the runtime forgets the functions inside, such as bodies of
+            loops, when it is freed.
     """
 
     kept: tuple[tf.Tensor, ...]
@@ -45,6 +47,7 @@ class Residuals:
     remade_graph: Any
     remade: tuple[tuple[str, str], ...]
     remade_resources: tuple[tuple[str, tf.Tensor], ...]
+    traced: Any
 
     def run(self, kept: Tensors, d_outputs: Tensors) -> list[tf.Tensor]:
         """The gradients, in the graph that is being traced now."""
@@ -93,6 +96,7 @@ def trace(gradient: Callable[..., Tensors], specs: Sequence[tf.TensorSpec]) -> R
         _cut_out(forward, {op.name for op in remade_ops}) if remade else None,
         tuple((name, tensor.name) for name, tensor in remade),
         tuple((inside.name, outside) for outside, inside in forward.captures if inside.op in remade_ops),
+        concrete,
     )
 
 
