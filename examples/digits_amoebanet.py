@@ -7,7 +7,7 @@ grey digits of 8x8 pixels: both cells have their real genotype, but there are th
 eighteen or more, no strided stem, no bottleneck before a large kernel, 1x3 for 1x7 (the images are 8, 4 and 2 pixels
 wide), and a 2x2 convolution for the factorised reduction.
 
-    python examples/digits_amoebanet.py          # 4 stages, 4 micro-batches, about two minutes
+    python examples/digits_amoebanet.py          # 4 stages, 4 micro-batches, about a minute
     python examples/digits_amoebanet.py --stages 2 --micro-batches 8 --remat always
     python examples/digits_amoebanet.py --quick  # one epoch on 256 images, for the tests
 

@@ -64,7 +64,7 @@ def test_a_last_batch_of_any_size_counts_as_in_plain_keras(rows, batch_size, rem
 
 
 def test_m_alone_does_not_change_the_weights():
-    models = [train(small_model, regression(64), tf_gpipe.GPipeStrategy(2, m))[0] for m in (1, 3, 16, 20)]
+    models = [train(small_model, regression(64), tf_gpipe.GPipeStrategy(2, m))[0] for m in (1, 3, 20)]
     for model in models[1:]:
         assert largest_difference(models[0], model) <= 1e-6
 
@@ -84,7 +84,6 @@ def test_train_on_batch_of_changing_sizes_is_exact():
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, centered=True),
@@ -95,8 +94,7 @@ OPTIMIZERS = {
     "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8),
     "ema_overwrite": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
-    "accumulation_adam": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5),
 }
 
 
@@ -107,7 +105,7 @@ def test_an_optimizer_and_its_state_are_those_of_plain_keras(name):
             small_model, regression(71), strategy, compile=lambda: {"optimizer": OPTIMIZERS[name](), "loss": "mse"}
         )
 
-    expected, received = run(None), run(tf_gpipe.GPipeStrategy(3, 4))
+    expected, received = run(None), run(tf_gpipe.GPipeStrategy(2, 3))
     assert_same(expected, received)
     assert_same_optimizer(expected[0], received[0])
     steps = received[0].optimizer.gradient_accumulation_steps or 1
@@ -135,8 +133,16 @@ def exact_loss(model, *batch):
     return np.ravel(model.test_on_batch(*batch))[0]
 
 
-@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "sample_weight"])
+@pytest.mark.parametrize(
+    ("reduction", "weighted"),
+    [
+        ("sum", False),
+        ("sum", True),
+        ("sum_over_batch_size", True),
+        ("mean", True),
+        ("mean_with_sample_weight", True),
+    ],
+)
 def test_a_loss_reduction(reduction, weighted):
     weights = np.abs(normal(71, seed=2)) * (np.arange(71) % 16 < 8) + 0.1 if weighted else None
 
@@ -180,11 +186,11 @@ def test_class_weight():
 
 
 def words(rows: int):
-    """Sentences of 1 to 6 words, padded with 0: the first half of every 8 has one word only."""
+    """Sentences padded with 0 to 6 words: the first half of every 8 has one word only, and tags of its own."""
     rng = np.random.default_rng(4)
-    lengths = np.where(np.arange(rows) % 8 < 4, 1, 6)
-    x = np.where(np.arange(6) < lengths[:, None], rng.integers(1, 9, (rows, 6)), 0)
-    return x, rng.integers(0, 3, (rows, 6))
+    short = np.arange(rows)[:, None] % 8 < 4
+    x = np.where(np.arange(6) < np.where(short, 1, 6), rng.integers(1, 9, (rows, 6)), 0)
+    return x, np.where(short, 2, rng.integers(0, 2, (rows, 6)))
 
 
 def tagger() -> keras.Model:
@@ -306,8 +312,7 @@ def test_metrics_see_the_mini_batch_once():
     assert float(counter.calls) == 2  # the last validation: 19 rows in batches of 16
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4, 8])
-@pytest.mark.parametrize("batch_size", [16, 3])
+@pytest.mark.parametrize(("batch_size", "num_micro_batches"), [(16, 1), (16, 4), (3, 8)])
 def test_evaluate_and_predict_are_those_of_plain_keras(batch_size, num_micro_batches):
     x, y = regression(71)
     expected = plain(71)[0]

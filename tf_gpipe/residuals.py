@@ -34,8 +34,8 @@ class Residuals:
         resources: placeholder names and the variables' handles that they stand for.
         remade_graph, remade: a graph of weights alone, and pairs (placeholder name, its tensor in that graph).
         remade_resources: as `resources`, for that graph.
-        traced: the function the backward graph was cut out of; the runtime forgets the functions inside, such as bodies of
-            loops, when it is freed.
+        traced: the function the backward graph was cut out of; when it is freed, the runtime forgets the functions inside,
+            such as bodies of loops.
     """
 
     kept: tuple[tf.Tensor, ...]

@@ -104,11 +104,13 @@ class Kept:
         forward: as for any forward pass; its function returns `num_residuals` more tensors at the end.
         num_residuals: how many.
         backward: takes the residuals in place of inputs, masks and state.
+        traced: what `backward` was made of, which must live as long.
     """
 
     forward: Forward
     num_residuals: int
     backward: Backward
+    traced: residuals.Residuals
 
 
 @dataclasses.dataclass
@@ -291,6 +293,7 @@ class Stage:
             dataclasses.replace(plain, function=forward),
             len(specs),
             Backward(backward, sums.inputs, sums.dense, sums.sparse),
+            traced[-1],
         )
 
     # --- the body ---
