@@ -159,10 +159,10 @@ class GPipeStrategy(tf.distribute.Strategy):
             ValueError: the model cannot be divided so.
 
         Example:
-            >>> model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)])
-            >>> plan = tf_gpipe.GPipeStrategy(num_stages=2).plan(model)
+            >>> layers = [keras.layers.Dense(16, name="wide"), keras.layers.Dense(1, name="last")]
+            >>> plan = tf_gpipe.GPipeStrategy(num_stages=2).plan(keras.Sequential([keras.Input([8]), *layers]))
             >>> [stage.operations for stage in plan.stages]
-            [['dense'], ['dense_1']]
+            [['wide'], ['last']]
         """
         if not isinstance(model, keras.Model):
             raise ModelError(

@@ -1,0 +1,80 @@
+"""What is shown is what runs: the README's code and pictures, docstring examples, the example scripts."""
+
+import doctest
+import importlib
+import inspect
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_gpipe
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = [block.split("\n", 1)[1] for block in README.split("```")[1::2]]
+MODULES = [f"tf_gpipe.{module.name}" for module in pkgutil.iter_modules(tf_gpipe.__path__)]
+
+
+def run(command: list[str], timeout: float) -> str:
+    """Runs a command from the root of the project and returns what it printed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    keras.utils.clear_session()
+    module = importlib.import_module(name)
+    names = {"keras": keras, "np": np, "tf": tf, "tf_gpipe": tf_gpipe}
+    failed, _ = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert failed == 0
+
+
+def test_public_names_exist_and_have_examples():
+    for name in tf_gpipe.__all__:
+        public = getattr(tf_gpipe, name)
+        assert name == "__version__" or public.__doc__, name
+    for method in ("plan", "place"):
+        assert getattr(tf_gpipe.GPipeStrategy, method).__doc__
+
+
+def test_readme_program_prints_the_plan_shown():
+    program = next(block for block in BLOCKS if "set_logical_cpus" in block)
+    printed = run([sys.executable, "-c", program], timeout=120)
+    shown = next(block for block in BLOCKS if block.startswith("stage  device"))
+    assert printed.startswith(shown)
+
+
+def test_readme_shows_the_schedule_that_runs():
+    picture = str(tf_gpipe.Schedule.gpipe(4, 4)).split("\n", 1)[1]
+    assert picture in README
+
+
+def test_readme_names_every_argument():
+    for argument in list(inspect.signature(tf_gpipe.GPipeStrategy).parameters):
+        assert f"`{argument}" in README or argument == "schedule", argument
+
+
+def test_changelog_names_the_version():
+    assert tf_gpipe.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(example):
+    printed = run([sys.executable, f"examples/{example}", "--quick"], timeout=240)
+    assert "largest difference of any weight" in printed
