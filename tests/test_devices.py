@@ -41,7 +41,9 @@ def test_logical_cpus_that_are_already_there_change_nothing():
 
 def test_more_logical_cpus_than_there_are_come_too_late():
     assert len(tf.config.list_logical_devices("CPU")) == 8
-    with pytest.raises(DeviceStartedError, match=r"TensorFlow runs with 8\. Call `tf_gpipe\.set_logical_cpus\(9\)` right"):
+    with pytest.raises(
+        DeviceStartedError, match=r"TensorFlow runs with 8\. Call `tf_gpipe\.set_logical_cpus\(9\)` right"
+    ):
         tf_gpipe.set_logical_cpus(9)
     with pytest.raises(RuntimeError, match="in a notebook, restart the kernel first"):
         tf_gpipe.set_logical_cpus(100)
@@ -120,7 +122,9 @@ def test_names_are_those_of_tensors_and_variables():
 
 
 def test_too_few_devices():
-    with pytest.raises(DeviceError, match=r"at least 9 devices for num_stages=9\. Received: 0 GPUs and 8 logical CPUs\."):
+    with pytest.raises(
+        DeviceError, match=r"at least 9 devices for num_stages=9\. Received: 0 GPUs and 8 logical CPUs\."
+    ):
         devices.stage_devices(None, 9)
     with pytest.raises(ValueError, match=r"call `tf_gpipe\.set_logical_cpus\(9\)` at the beginning"):
         tf_gpipe.GPipeStrategy(num_stages=9)
@@ -138,7 +142,9 @@ def test_devices_that_are_no_list_of_names(names):
         devices.stage_devices(names, None)
 
 
-@pytest.mark.parametrize("name", ["/CPU:8", "/GPU:0", "/job:worker/task:1/device:CPU:0", "/task:1/CPU:0", "/job:localhost"])
+@pytest.mark.parametrize(
+    "name", ["/CPU:8", "/GPU:0", "/job:worker/task:1/device:CPU:0", "/task:1/CPU:0", "/job:localhost"]
+)
 def test_a_device_that_is_not_there(name):
     with pytest.raises(DeviceError, match=rf"Expected a device that TensorFlow knows: .* Received: '{name}'") as caught:
         devices.stage_devices([name], 1)

@@ -46,6 +46,10 @@ class TensorSpec:
         """Whether gradients flow through it."""
         return tf.as_dtype(self.dtype).is_floating
 
+    def of_any_batch(self) -> TensorSpec:
+        """The same without a batch size: a Sequential model that was built from data notes the size of that batch."""
+        return dataclasses.replace(self, shape=(None, *self.shape[1:]))
+
     @property
     def bytes_per_row(self) -> int:
         """Bytes for one row of the batch; an unknown dimension counts as 1."""
@@ -198,6 +202,8 @@ class _Builder:
                 flag = kwargs.get("training") if training is None else training
                 found = self.open(inner, self.enter(inner, args[0], path), f"{path}/", flag)
                 outputs = [found[id(tensor)] for tensor in inner.outputs]
+                for ref in outputs if isinstance(node.operation, keras.Sequential) else []:
+                    self.specs[ref] = self.specs[ref].of_any_batch()
             else:
                 outputs = [self.new_ref(tensor) for tensor in node.outputs]
                 taken = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, Ref)]
@@ -273,6 +279,9 @@ def build(model: keras.Model, inputs: Any = None, training: bool | None = None) 
     outputs = tree.map_structure(lambda tensor: refs[id(tensor)], structure)
     if compat.graph_of(model) is not None and isinstance(outputs, list | tuple) and len(outputs) == 1:
         outputs = outputs[0]  # as Keras does
+    if isinstance(model, keras.Sequential):
+        for ref in (*inputs_refs, *tree.flatten(outputs)):
+            builder.specs[ref] = builder.specs[ref].of_any_batch()
     if not builder.steps:
         raise ModelError(f"Expected a model with at least one operation. Received: '{model.name}', which has none.")
     for step in builder.steps:

@@ -14,6 +14,7 @@ gradient, adding each weight's gradient to the running sum it is given. The func
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -368,7 +369,7 @@ class Stage:
             experimental_attributes={"_noinline": True},
         )
         with tf.init_scope(), compat.resume_recording():
-            return function.get_concrete_function()
+            return compat.PlacedFunction(function.get_concrete_function(), self.device)
 
 
 class _Sums:
@@ -442,30 +443,25 @@ def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, num_states: int)
     return values, masks, rest[:num_states], rest[num_states:]
 
 
-_STATEFUL_RANDOM = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "TruncatedNormal",
-}
+# Of `tf.random`, of `tf.random.Generator`, and of losses and image operations that draw.
+_STATEFUL_RANDOM = re.compile(
+    "Multinomial|NonDeterministicInts|Parameterized.*Normal|Random(Crop|Gamma|Poisson|Shuffle|StandardNormal|Uniform).*"
+    "|Rng.*Skip|SampleDistorted.*|Stateful.*(Binomial|Normal|Uniform).*|TruncatedNormal|.*CandidateSampler"
+)
+_ASSIGNMENT = re.compile("Assign.*VariableOp|ResourceScatter.*|ResourceStridedSliceAssign")
 
 
 def _refuse_impure(function: Any, plan: StagePlan) -> None:
     """Raises where a stage would not do the same when it is run again for the backward pass."""
     names = ", ".join(f"'{name}'" for name in plan.operations)
     for op in compat.all_operations(function.graph):
-        if op.type in _STATEFUL_RANDOM:
+        if _STATEFUL_RANDOM.fullmatch(op.type):
             raise ModelError(
                 f"Expected random operations that can be repeated when activations are recomputed. Received: "
                 f"'{op.type}' of TensorFlow ({op.name}) in stage {plan.index} ({names}). Draw with `keras.random` and "
                 "a `keras.random.SeedGenerator` that the layer keeps as an attribute."
             )
-        if op.type.startswith("Assign") and op.type.endswith("VariableOp"):
+        if _ASSIGNMENT.fullmatch(op.type):
             raise ModelError(
                 f"Expected layers whose state is in `keras.Variable`s, which can be handed from micro-batch to "
                 f"micro-batch. Received: an assignment to a `tf.Variable` ({op.name}) in stage {plan.index} ({names}). "

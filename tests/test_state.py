@@ -1,0 +1,170 @@
+"""Pooling of batch-norm statistics, and what counts as state of a stage."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tf_gpipe import state
+
+
+def moments_of(values, dtype="float32"):
+    """What a batch-norm layer gives for a group of rows; NaN for none, as the mean of nothing is."""
+    values = values.astype("float64")
+    if len(values):
+        mean, variance = values.mean(axis=0), values.var(axis=0)
+    else:
+        mean = variance = np.full(values.shape[1:], np.nan)
+    return tf.constant(mean, dtype), tf.constant(variance, dtype), tf.constant(len(values), tf.float32)
+
+
+def pooled(groups, dtype="float32"):
+    return [tensor.numpy() for tensor in state.pool([moments_of(group, dtype) for group in groups])]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
+    channels=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=80, deadline=None)
+def test_pooled_moments_are_those_of_all_rows(sizes, channels, seed):
+    rng = np.random.default_rng(seed)
+    groups = [rng.normal(rng.normal(), 2.0, (size, channels)) for size in sizes]
+    everything = np.concatenate(groups)
+    mean, variance, count = pooled(groups)
+    np.testing.assert_allclose(mean, everything.mean(axis=0), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(variance, everything.var(axis=0), rtol=1e-5, atol=1e-6)
+    assert count == len(everything)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_a_large_mean_does_not_cancel(offset):
+    values = np.random.default_rng(0).normal(offset, 1.0, (12, 3))
+    mean, variance, _ = pooled(np.split(values, [1, 3, 8]))
+    np.testing.assert_allclose(mean, values.mean(axis=0), rtol=2e-7)
+    np.testing.assert_allclose(variance, values.var(axis=0), rtol=1e-3)
+
+
+def test_groups_far_apart():
+    groups = [np.full([3, 1], -1e3), np.full([1, 1], 1e3)]
+    mean, variance, count = pooled(groups)
+    assert (mean[0], variance[0], count) == (-500, 750000, 4)
+
+
+def test_float64_keeps_its_precision():
+    values = np.random.default_rng(0).normal(3.0, 1.0, (11, 3))
+    mean, variance, _ = pooled(np.split(values, [2, 5]), "float64")
+    np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-14)
+    np.testing.assert_allclose(variance, values.var(axis=0), rtol=1e-14)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_empty_group_does_not_count_even_where_its_moments_are_nan(place):
+    values = np.random.default_rng(0).normal(size=(7, 2))
+    groups = np.split(values, [3])
+    mean, variance, count = pooled([*groups[:place], values[:0], *groups[place:]])
+    np.testing.assert_allclose(mean, values.mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(variance, values.var(axis=0), rtol=1e-6)
+    assert count == 7
+
+
+def test_nothing_but_empty_groups_gives_zeros():
+    for result in pooled([np.zeros([0, 2])] * 3):
+        np.testing.assert_array_equal(result, np.zeros_like(result))
+
+
+def test_one_group_is_returned_as_it_is():
+    group = moments_of(np.random.default_rng(0).normal(size=(5, 2)))
+    assert state.pool([group]) is group
+
+
+def test_moments_of_any_rank():
+    # A layer over one channel gives scalars with a mask, since Keras squeezes them.
+    values = np.random.default_rng(0).normal(size=(9, 2, 3))
+    mean, variance, _ = pooled(np.split(values, [4]))
+    np.testing.assert_allclose(mean, values.mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(variance, values.var(axis=0), rtol=1e-5)
+    mean, variance, _ = pooled(np.split(values[:, 0, 0], [4]))
+    np.testing.assert_allclose([mean, variance], [values[:, 0, 0].mean(), values[:, 0, 0].var()], rtol=1e-5)
+
+
+# --- moving averages -------------------------------------------------------------------------------------------------
+
+
+def built_norm(**arguments):
+    layer = keras.layers.BatchNormalization(**{"momentum": 0.9, **arguments})
+    layer.build([None, 2])
+    return layer
+
+
+def test_moving_averages_move_once_by_the_layers_momentum():
+    layer = built_norm()
+    state.update_moving_averages(layer, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant(5.0))
+    np.testing.assert_allclose(layer.moving_mean, [0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance, [1.2, 1.3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_no_values_move_nothing(value):
+    layer = built_norm()
+    state.update_moving_averages(layer, tf.fill([2], value), tf.fill([2], value), tf.constant(0.0))
+    np.testing.assert_array_equal(layer.moving_mean, [0, 0])
+    np.testing.assert_array_equal(layer.moving_variance, [1, 1])
+
+
+def test_averages_of_16_bits_move_in_the_precision_of_the_statistics():
+    layer = built_norm(dtype="bfloat16")
+    state.update_moving_averages(layer, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant(5.0))
+    assert layer.moving_mean.dtype == "bfloat16"
+    np.testing.assert_array_equal(
+        tf.cast(layer.moving_variance.value, tf.float32), tf.cast(tf.cast([1.2, 1.3], tf.bfloat16), tf.float32)
+    )
+
+
+# --- collecting ------------------------------------------------------------------------------------------------------
+
+
+def test_moments_are_collected_with_the_number_of_values():
+    layer, x = built_norm(), tf.random.stateless_normal([3, 4, 2], seed=[1, 2])
+    layer_3d = keras.layers.BatchNormalization()
+    layer_3d.build([None, 4, 2])
+    with state.collected_moments([layer, layer_3d, layer]) as collected:
+        layer(x[:, 0], training=True)
+        layer_3d(x, training=True)
+        layer_3d(x, training=True, mask=tf.constant([[True] * 4, [False] * 4, [True, False, False, False]]))
+        layer(x[:, 0], training=False)
+    assert [m.layer for m in collected] == [layer, layer_3d, layer_3d]
+    assert [float(m.count) for m in collected] == [3, 12, 5]
+    np.testing.assert_allclose(collected[1].mean, tf.reduce_mean(x, [0, 1]), atol=1e-6)
+    valid = np.concatenate([x[0], x[2, :1]])
+    np.testing.assert_allclose(collected[2].variance, valid.var(axis=0), rtol=1e-5)
+
+
+def test_layers_are_left_as_they_were():
+    layer = built_norm(synchronized=True)
+    before = set(vars(layer))
+
+    def fail_while_collecting():
+        with state.collected_moments([layer]):
+            assert layer.synchronized is False
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_while_collecting()
+    assert layer.synchronized is True
+    assert set(vars(layer)) == before
+
+
+def test_frozen_layers_and_layers_with_renorm_are_not_pooled():
+    frozen, renorm = built_norm(), built_norm(renorm=True)
+    frozen.trainable = False
+    with state.collected_moments([frozen, renorm]) as collected:
+        frozen(tf.ones([3, 2]), training=True)
+        renorm(tf.ones([3, 2]), training=True)
+    assert collected == []
+    assert not state.pools_statistics(renorm)
+    assert not state.pools_statistics(keras.layers.Dense(2))
+    assert state.pools_statistics(frozen)
