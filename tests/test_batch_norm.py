@@ -159,9 +159,16 @@ def test_weights_and_averages_follow_the_reference(name, num_stages, num_micro_b
     assert_weights(model, reference_weights(name, num_micro_batches, 56, 14))
 
 
-@pytest.mark.parametrize("remat", ["always", "never"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "num_micro_batches", "remat"),
+    [
+        ("dense", 1, "always"),
+        ("dense", 3, "never"),
+        ("dense", 5, "always"),
+        ("conv", 3, "always"),
+        ("conv", 5, "never"),
+    ],
+)
 def test_remat_changes_nothing(name, num_micro_batches, remat):
     strategy = tf_gpipe.GPipeStrategy(2, num_micro_batches, remat=remat)
     model = train_under(strategy, name, rows=56, batch_size=14)
@@ -169,9 +176,9 @@ def test_remat_changes_nothing(name, num_micro_batches, remat):
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)
-@pytest.mark.parametrize("rows", [29, 31])
+@pytest.mark.parametrize("rows", [15, 17])
 def test_a_last_batch_smaller_than_m_is_normalised_by_its_rows(rows, remat):
-    # 29 = 14 + 14 + 1, 31 = 14 + 14 + 3: the number of rows is known only when the step runs, and is less than M.
+    # 15 = 14 + 1, 17 = 14 + 3: the number of rows is known only when the step runs, and is less than M.
     model = train_under(tf_gpipe.GPipeStrategy(2, 5, remat=remat), "dense", rows, batch_size=14)
     assert_weights(model, reference_weights("dense", 5, rows, 14))
 
@@ -181,7 +188,7 @@ def test_micro_batches_are_told_apart_by_these_tests():
     assert max(np.abs(a - b).max() for a, b in zip(one, three, strict=True)) > 1e-2
 
 
-@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("remat", ["always", "never"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_micro_batch_is_plain_keras(name, remat):
     # 43 = 3 · 14 + 1 rows. Not to the last bit: Grappler fuses other operations in a function than in Keras's step.
@@ -392,8 +399,7 @@ def renorm_model(**arguments):
     return keras.Sequential([keras.Input([6]), L.Dense(5), norm, L.ReLU(), L.Dense(2)])
 
 
-@pytest.mark.parametrize("remat", REMAT_MODES)
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("num_micro_batches", "remat"), [(1, "always"), (3, "always"), (3, "never")])
 def test_with_renorm_each_micro_batch_continues_from_the_one_before(num_micro_batches, remat):
     x, y = data_for("dense", 29)
     plain = made(renorm_model)
@@ -434,7 +440,7 @@ def test_nothing_of_the_library_is_left_on_a_layer():
     assert attributes(plain) == attributes(model)
 
 
-@pytest.mark.parametrize("size", [16, 14, 5, 2, 1])
+@pytest.mark.parametrize("size", [16, 4, 1])
 def test_train_on_batch_of_any_size(size):
     x, y = data_for("dense", 16)
     with scope_of(tf_gpipe.GPipeStrategy(2, 5)):

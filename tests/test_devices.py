@@ -71,7 +71,7 @@ def test_after_tensorflow_started_only_what_is_there_can_be_had():
         "tf.constant(1)\n"
         "print(set_logical_cpus(1))\n"
         "try: set_logical_cpus(2)\n"
-        "except DeviceStartedError as error: print(type(error.__cause__).__name__, 'since 2 logical CPU' in str(error))\n"
+        "except DeviceStartedError as e: print(type(e.__cause__).__name__, 'since 2 logical CPU' in str(e))\n"
     ) == ["['/CPU:0']", "RuntimeError True"]
 
 

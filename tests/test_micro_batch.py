@@ -234,3 +234,16 @@ def test_a_scalar_input_is_refused_with_its_name():
 def test_errors_are_value_errors():
     with pytest.raises(ValueError, match="same number of rows"):
         count_rows([tf.zeros([5]), tf.zeros([4])], ["a", "b"])
+
+
+@pytest.mark.parametrize("known", [(None, None), (None, 6), (6, None)])
+def test_inputs_whose_lengths_differ_only_when_the_step_runs_are_refused_then(known):
+    @tf.function(input_signature=[tf.TensorSpec([known[0], 2]), tf.TensorSpec([known[1]])])
+    def run(x, y):
+        return x[: count_rows([x, y], ["left", "right"])]
+
+    assert run(tf.zeros([6, 2]), tf.zeros([6])).shape == (6, 2)
+    lengths = [length or 5 + place for place, length in enumerate(known)]
+    lengths = lengths if lengths[0] != lengths[1] else [6, 5]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"same number of rows.*left"):
+        run(tf.zeros([lengths[0], 2]), tf.zeros([lengths[1]]))

@@ -423,8 +423,8 @@ def test_nested_outputs():
     def make():
         x = keras.Input([6])
         y = layers.Dense(5, "tanh")(x)
-        heads = {"boxes": [layers.Dense(2)(y), layers.Dense(3)(y)], "score": layers.Dense(1)(layers.Dense(4)(y))}
-        return keras.Model(x, heads)
+        boxes = [layers.Dense(2, name="centre")(y), layers.Dense(3, name="size")(y)]
+        return keras.Model(x, {"boxes": boxes, "score": layers.Dense(1, name="score")(layers.Dense(4)(y))})
 
     y = {"boxes": [floats(2), floats(3)], "score": floats(1)}
     losses = {"boxes": ["mse", "mae"], "score": "mse"}

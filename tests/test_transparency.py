@@ -11,6 +11,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import assert_same, assert_same_optimizer, largest_difference, normal, scope_of, train
 
 import tf_gpipe
@@ -86,13 +87,11 @@ def test_train_on_batch_of_changing_sizes_is_exact():
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, centered=True),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.02),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
-    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8),
-    "ema_overwrite": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5),
 }
@@ -139,7 +138,6 @@ def exact_loss(model, *batch):
         ("sum", False),
         ("sum", True),
         ("sum_over_batch_size", True),
-        ("mean", True),
         ("mean_with_sample_weight", True),
     ],
 )
@@ -204,14 +202,15 @@ def tagger() -> keras.Model:
 def train_tagger(remat):
     return train(
         tagger,
-        words(28),
-        remat and tf_gpipe.GPipeStrategy(4, 3, remat=remat),
+        words(20),
+        remat and tf_gpipe.GPipeStrategy(3, 2, remat=remat),
         compile={
             "optimizer": keras.optimizers.SGD(0.1),
             "loss": "sparse_categorical_crossentropy",
             "weighted_metrics": ["accuracy"],
         },
         batch_size=8,
+        epochs=1,
     )
 
 
@@ -396,6 +395,22 @@ def test_bfloat16_weights_get_sums_of_gradients_in_float32(policy):
     assert {w.dtype for w in received[0].trainable_variables} == {"bfloat16"}
     # Four steps, each rounding the weights to 8 bits: a unit in the last place of the largest weight.
     assert largest_difference(expected[0], received[0]) <= 2**-8
+
+
+@pytest.mark.parametrize("policy", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_small_gradients_are_not_lost_beside_a_large_one(policy, remat):
+    # One row of 256 and thirty of 1, a micro-batch each: in bfloat16, 256 + 1 is 256.
+    x = np.array([[1.0]] * 15 + [[256.0], [0.0]] + [[1.0]] * 15)
+    model, _ = train(
+        lambda: keras.Sequential([keras.Input([1]), L.Dense(1, use_bias=False, kernel_initializer="zeros")]),
+        (x, np.zeros([32, 1])),
+        tf_gpipe.GPipeStrategy(1, 32, remat=remat),
+        compile={"optimizer": keras.optimizers.SGD(1.0), "loss": lambda _, y: y},
+        batch_size=32,
+        epochs=1,
+    )
+    assert tf.cast(model.weights[0].value, "float32").numpy().item() == -286 / 32
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16"], indirect=True)

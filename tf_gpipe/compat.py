@@ -8,12 +8,14 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `Functional`, `Sequential._functional`, `Node` | a model's graph of operations has no public reader |
 | `operation_fn` | how Keras hands `training` to the operations of a graph |
 | `get_keras_mask`, `set_keras_mask` | masks are attributes of tensors, lost at every function boundary |
+| `compute_output_spec` | builds a model from shapes alone, as Keras does under strategies |
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
 | `AutocastScope` | mixed precision inside a stage's body |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
+| `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
 | handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
 """
@@ -28,7 +30,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import AutocastScope, get_keras_mask, set_keras_mask
+from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
@@ -38,13 +40,14 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps_utils, ops
-from tensorflow.python.ops.resource_variable_ops import variable_accessed
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
 __all__ = [
     "CallContext",
     "Functional",
     "Node",
     "OneDeviceExtended",
+    "compute_output_spec",
     "get_keras_mask",
     "global_seed_generator",
     "operation_fn",
@@ -221,6 +224,11 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
     return getattr(model, "_distribute_strategy", None)
 
 
+def asks_for_xla(model: keras.Model) -> bool:
+    """Whether a model was compiled with `jit_compile=True` (the public property decides where nobody has asked)."""
+    return getattr(model, "_jit_compile", None) is True
+
+
 def model_being_prepared() -> tuple[keras.Model, Structure] | None:
     """The model (and data batch) whose `fit`, `evaluate` or `train_on_batch` is preparing its variables right now.
 
@@ -284,7 +292,6 @@ def placed_regularizers(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def _placed_regularizer(regularizer: Callable[[Any], tf.Tensor], device: str) -> Callable[[Any], tf.Tensor]:
-    @tf.custom_gradient
     def loss_of(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         with tf.GradientTape() as tape:
             tape.watch(value)
@@ -298,7 +305,7 @@ def _placed_regularizer(regularizer: Callable[[Any], tf.Tensor], device: str) ->
 
     def placed(variable: Any) -> tf.Tensor:
         with tf.device(device):
-            return loss_of(tf.convert_to_tensor(variable))
+            return tf.custom_gradient(loss_of)(tf.convert_to_tensor(variable))
 
     return placed
 
@@ -385,7 +392,8 @@ class PlacedFunction:
     "RecvAsync is cancelled" is all that reaches the user. `RemoteCall` has a cancellation of its own, and the error
     arrives with its operation, stage and micro-batch. It also costs half as much to start (passes over the caller's
     graph do not look into it) and 50 µs more a call. Its kernel for other devices than CPUs was never tried here, so
-    that those get the plain call.
+    that those get the plain call; so does a function that uses a variable of another device (tied weights), which a
+    `RemoteCall` cannot be given.
 
     Args:
         function: the function.
@@ -397,7 +405,9 @@ class PlacedFunction:
         self._function = function
         self._device = device
         self._remote: Any = None
-        if tf.DeviceSpec.from_string(device).device_type == "CPU":
+        here = tf.DeviceSpec.from_string(device)
+        homes = [tf.DeviceSpec.from_string(t.device) for t in function.captured_inputs if t.dtype == tf.resource]
+        if here.device_type == "CPU" and all(home.make_merged_spec(here) == home for home in homes):
             specs = [tf.TensorSpec(t.shape, t.dtype) for t in function.inputs[: len(function.inputs) - self._captures]]
 
             def remote(*flat: tf.Tensor) -> list[tf.Tensor]:
@@ -444,7 +454,8 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     if here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here:
         return
     with tf.init_scope(), tf.device(device):
-        copy = tf.Variable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
+        # `tf.Variable` would ask the strategy where to put it.
+        copy = ResourceVariable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
         variable._handle = copy._handle
         variable._graph_key = copy._graph_key
 

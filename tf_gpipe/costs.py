@@ -87,15 +87,21 @@ def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> f
     elements = float(_elements(outputs))
     if isinstance(operation, keras.layers.Embedding):
         return elements
-    kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1)
+    # The biases of attention and of GRU have two axes.
+    kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1 and "bias" not in w.name)
     here = max((_positions(spec.shape) for spec in outputs), default=1)
     before = max((_positions(spec.shape) for spec in inputs), default=1)
-    if type(operation).__name__ not in _APPLIED_AT_OUTPUTS:
+    if "Transpose" in type(operation).__name__:
+        here = before  # a transposed convolution applies its kernel at each position of its input
+    elif type(operation).__name__ not in _APPLIED_AT_OUTPUTS:
         here = max(here, before)  # recurrent layers and composites see each position of their input
     attention = 0.0
-    if isinstance(operation, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention):
-        width = inputs[0].shape[-1] or 1
-        attention = 4.0 * here * before * width
-    if not kernels and type(operation).__name__ in ("Matmul", "Dot", "Einsum"):
+    if isinstance(operation, keras.layers.MultiHeadAttention):
+        attention = 4.0 * here * before * operation.num_heads * operation.key_dim
+    elif isinstance(operation, keras.layers.GroupQueryAttention):
+        attention = 4.0 * here * before * operation.num_query_heads * operation.head_dim
+    if not kernels and type(operation).__name__ == "Matmul":
+        return 2.0 * elements * (inputs[0].shape[-1] or 1)
+    if not kernels and type(operation).__name__ in ("Dot", "Einsum"):
         return 2.0 * elements * max((spec.shape[-1] or 1 for spec in inputs), default=1)
     return 2.0 * kernels * here + attention + elements

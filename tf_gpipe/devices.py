@@ -44,8 +44,8 @@ def set_logical_cpus(num_devices: int) -> list[str]:
             if len(tf.config.list_logical_devices("CPU")) >= num_devices:
                 return [f"/CPU:{i}" for i in range(num_devices)]
             raise DeviceStartedError(
-                f"Expected TensorFlow not to have started yet, since {num_devices} logical CPU devices can only be made "
-                f"before. Received: TensorFlow runs with {len(tf.config.list_logical_devices('CPU'))}. "
+                f"Expected TensorFlow not to have started yet, since {num_devices} logical CPU devices can only be "
+                f"made before. Received: TensorFlow runs with {len(tf.config.list_logical_devices('CPU'))}. "
                 f"Call `tf_gpipe.set_logical_cpus({num_devices})` right after the imports, before any tensor, layer or "
                 "model is made; in a notebook, restart the kernel first."
             ) from error

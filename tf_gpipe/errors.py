@@ -30,6 +30,8 @@ __all__ = [
 class GPipeError(Exception):
     """Base of every exception that tf_gpipe raises on purpose."""
 
+    __init__ = Exception.__init__  # by which autograph sees that it can raise the same exception with a longer message
+
 
 class ArgumentError(GPipeError, ValueError):
     """An argument of the strategy has a value outside its documented range."""

@@ -7,7 +7,7 @@ under `tf.distribute.OneDeviceStrategy`). So Keras gets the kind of a batch inst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -15,8 +15,8 @@ import tensorflow as tf
 from tf_gpipe import compat
 
 
-class InputDataset(tf.distribute.DistributedDataset):
-    """A dataset that Keras may look at without drawing from it.
+class InputDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
+    """A dataset that Keras may look at without drawing from it. `fit` takes it like any dataset.
 
     Args:
         dataset: the user's `tf.data.Dataset`.
@@ -24,6 +24,10 @@ class InputDataset(tf.distribute.DistributedDataset):
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
+        super().__init__(tf.data.experimental.to_variant(dataset))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._dataset]
 
     def __iter__(self) -> Iterator[Any]:
         if compat.model_being_prepared() is not None and _is_described(self._dataset.element_spec):
@@ -34,13 +38,6 @@ class InputDataset(tf.distribute.DistributedDataset):
     def element_spec(self) -> Any:
         """Structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.element_spec
-
-    def reduce(self, initial_state: Any, reduce_fn: Callable[..., Any]) -> Any:
-        """As `tf.data.Dataset.reduce`; autograph turns a loop over the dataset into this call."""
-        return self._dataset.reduce(initial_state, reduce_fn)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
 
 def _is_described(spec: Any) -> bool:

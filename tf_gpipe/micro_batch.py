@@ -114,7 +114,8 @@ def count_rows(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> int | tf.T
         N as an int where it is known, else a scalar int32 tensor.
 
     Raises:
-        MicroBatchError: the known first axes differ, or an input has none.
+        MicroBatchError: the known first axes differ, or an input has none. First axes that are known only when the step
+            runs are compared then: a `tf.errors.InvalidArgumentError`.
     """
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.shape.rank == 0:
@@ -128,6 +129,19 @@ def count_rows(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> int | tf.T
             f"Expected all inputs of the model to have the same number of rows. Received: {known}. "
             "Make the first axis of every input the batch axis."
         )
-    if known:
-        return int(next(iter(known.values())))
-    return tf.shape(tensors[0])[0]
+    first = next((i for i, tensor in enumerate(tensors) if tensor.shape[0] is not None), 0)
+    rows = int(tensors[first].shape[0]) if known else tf.shape(tensors[first])[0]
+    checks = [
+        tf.debugging.assert_equal(
+            tf.shape(tensor)[0],
+            rows,
+            "Expected all inputs of the model to have the same number of rows, in their first axis. Received: input "
+            f"{name} differs from input {names[first]}.",
+        )
+        for tensor, name in zip(tensors, names, strict=True)
+        if tensor.shape[0] is None and tensor is not tensors[first]
+    ]
+    if known or not checks:
+        return rows
+    with tf.control_dependencies(checks):
+        return tf.identity(rows)

@@ -60,15 +60,18 @@ class TensorSpec:
 
 
 class ConvertInput(keras.Operation):
-    """What a nested model does to an input on entry: the dtype and rank that its `keras.Input` was made with."""
+    """What a nested model does to an input on entry: the dtype and rank that its `keras.Input` was made with.
+
+    A mask that the model was called with is attached to its input, as Keras does.
+    """
 
     def __init__(self, graph: keras.Model, index: int, name: str) -> None:
         super().__init__(name=name)
         self.spec = graph.inputs[index]
 
-    def call(self, x: tf.Tensor) -> tf.Tensor:
+    def call(self, x: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
         """Casts, then adds or drops a last axis of length 1, as Keras does; a mask stays."""
-        mask = compat.get_keras_mask(x)
+        mask = compat.get_keras_mask(x) if mask is None else mask
         if len(x.shape) == len(self.spec.shape) + 1:
             x = keras.ops.squeeze(x, axis=-1)
         elif len(x.shape) == len(self.spec.shape) - 1:
@@ -78,7 +81,7 @@ class ConvertInput(keras.Operation):
             compat.set_keras_mask(x, mask)
         return x
 
-    def compute_output_spec(self, x: keras.KerasTensor) -> keras.KerasTensor:
+    def compute_output_spec(self, x: keras.KerasTensor, mask: keras.KerasTensor | None = None) -> keras.KerasTensor:
         """Shape and dtype of the nested model's input."""
         return keras.KerasTensor(self.spec.shape, self.spec.dtype)
 
@@ -200,7 +203,7 @@ class _Builder:
             if inner is not None:
                 path = self.unique(f"{prefix}{node.operation.name}")
                 flag = kwargs.get("training") if training is None else training
-                found = self.open(inner, self.enter(inner, args[0], path), f"{path}/", flag)
+                found = self.open(inner, self.enter(inner, args[0], kwargs.get("mask"), path), f"{path}/", flag)
                 outputs = [found[id(tensor)] for tensor in inner.outputs]
                 for ref in outputs if isinstance(node.operation, keras.Sequential) else []:
                     self.specs[ref] = self.specs[ref].of_any_batch()
@@ -213,16 +216,20 @@ class _Builder:
             refs.update((id(tensor), ref) for tensor, ref in zip(node.outputs, outputs, strict=True))
         return refs
 
-    def enter(self, graph: keras.Model, inputs: Any, path: str) -> list[Ref]:
+    def enter(self, graph: keras.Model, inputs: Any, mask: Any, path: str) -> list[Ref]:
         """Refs of a nested model's inputs: the caller's, converted where the model was made for another dtype."""
         refs = []
-        for index, (ref, tensor) in enumerate(zip(_flat_inputs(graph, inputs) or [], graph.inputs, strict=True)):
+        flat = _flat_inputs(graph, inputs) or []
+        masks = [None] * len(flat) if mask is None else tree.flatten(mask)
+        for index, (ref, mask, tensor) in enumerate(zip(flat, masks, graph.inputs, strict=True)):
             spec = self.specs[ref]
-            if (len(spec.shape), spec.dtype) != (len(tensor.shape), keras.backend.standardize_dtype(tensor.dtype)):
+            kind = len(tensor.shape), keras.backend.standardize_dtype(tensor.dtype)
+            if mask is not None or (len(spec.shape), spec.dtype) != kind:
                 operation = ConvertInput(graph, index, name=f"convert_{tensor.name}".replace("/", "_"))
                 converted = self.new_ref(tensor)
                 name = self.unique(f"{path}/{operation.name}")
-                self.steps.append(Step(name, operation, (ref,), {}, (ref,), (converted,)))
+                given, taken = ({}, (ref,)) if mask is None else ({"mask": mask}, (ref, mask))
+                self.steps.append(Step(name, operation, (ref,), given, taken, (converted,)))
                 ref = converted
             refs.append(ref)
         return refs
@@ -247,10 +254,12 @@ def _graph_to_open(operation: keras.Operation, args: tuple[Any, ...], kwargs: di
         return None
     graph = compat.graph_of(operation)
     given = {name for name, value in kwargs.items() if value is not None}  # Keras itself notes mask=None
-    plain = graph is not None and len(args) == 1 and not given - {"training"}
+    plain = graph is not None and len(args) == 1 and not given - {"training", "mask"}
     if not plain or operation.activity_regularizer is not None or operation.quantization_mode is not None:
         return None
-    return graph if _flat_inputs(graph, args[0]) is not None else None
+    inputs, masks = _flat_inputs(graph, args[0]), tree.flatten(kwargs.get("mask"))
+    can_enter = inputs is not None and ("mask" not in given or len(masks) == len(inputs))
+    return graph if can_enter and all(mask is None or isinstance(mask, Ref) for mask in masks) else None
 
 
 def build(model: keras.Model, inputs: Any = None, training: bool | None = None) -> ModelGraph:

@@ -1,8 +1,8 @@
 """Keeping a stage's activations for its backward pass: the least of them, in functions that are not inlined.
 
-TensorFlow's own gradient of a function returns every tensor that the unpruned backward graph mentions: for 48 dense layers
-with GELU 5.5 GB where plain Keras keeps 3.2. Here the backward graph is traced inside the forward graph, pruned, and only
-what is left of its captures becomes an output of the forward function:
+TensorFlow's own gradient of a function returns every tensor that the unpruned backward graph mentions: for 48 dense
+layers with GELU 5.5 GB where plain Keras keeps 3.2. Here the backward graph is traced inside the forward graph, pruned,
+and only what is left of its captures becomes an output of the forward function:
 
     forward:  inputs …            →  outputs …, residuals …
     backward: residuals …, d …    →  gradients …
@@ -34,8 +34,8 @@ class Residuals:
         resources: placeholder names and the variables' handles that they stand for.
         remade_graph, remade: a graph of weights alone, and pairs (placeholder name, its tensor in that graph).
         remade_resources: as `resources`, for that graph.
-        traced: the function the backward graph was cut out of; when it is freed, the runtime forgets the functions inside,
-            such as bodies of loops.
+        traced: the function the backward graph was cut out of; when it is freed, the runtime forgets the functions
+            inside, such as bodies of loops.
     """
 
     kept: tuple[tf.Tensor, ...]
@@ -153,6 +153,8 @@ def _capture(handle: tf.Tensor) -> tf.Tensor:
 def _import(definition: Any, given: dict[str, tf.Tensor], wanted: Sequence[str]) -> list[tf.Tensor]:
     direct = {name: given[name] for name in wanted if name in given}
     rest = [name for name in wanted if name not in direct]
+    used = {name.lstrip("^").partition(":")[0] for node in definition.node for name in node.input}
+    given = {name: tensor for name, tensor in given.items() if name.partition(":")[0] in used}
     made = tf.graph_util.import_graph_def(definition, input_map=given, return_elements=rest, name="") if rest else []
     found = direct | dict(zip(rest, made, strict=True))
     return [found[name] for name in wanted]

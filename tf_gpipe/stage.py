@@ -104,7 +104,7 @@ class Kept:
     Attributes:
         forward: as for any forward pass; its function returns `num_residuals` more tensors at the end.
         num_residuals: how many.
-        backward: takes the residuals in place of inputs, masks and state.
+        backward: takes the residuals, where there are any, in place of inputs, masks and state.
         traced: what `backward` was made of, which must live as long.
     """
 
@@ -289,6 +289,9 @@ class Stage:
 
         forward = self._trace(forward_kept, _input_specs(signature, plain.states))
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
+        if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
+            # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
+            return Kept(plain, 0, self.backward(signature, wanted, is_float, (True,) * len(plain.losses)), traced[-1])
         backward = self._trace(backward_kept, [*specs, *d_specs, *sums.specs])
         return Kept(
             dataclasses.replace(plain, function=forward),
@@ -373,7 +376,7 @@ class Stage:
 
 
 class _Sums:
-    """How gradients of a stage are laid out: those of its inputs, running sums of dense weights, slices of sparse ones."""
+    """How a stage's gradients are laid out: those of its inputs, sums of dense weights, slices of sparse ones."""
 
     def __init__(self, weights: Sequence[tf.Variable]) -> None:
         self.weights = list(weights)

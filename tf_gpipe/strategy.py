@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,9 +31,9 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split
     into M micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are
-    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which normalises
-    each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1 these are
-    the same too.
+    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which
+    normalises each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1
+    these are the same too.
 
     Args:
         num_stages: K, at least 1. Default: the number of GPUs, else of logical CPU devices.
@@ -96,6 +97,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = partition
         self._remat = remat
         self._jit_compile = jit_compile
+        self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 
     @property
@@ -125,15 +127,9 @@ class GPipeStrategy(tf.distribute.Strategy):
             f"jit_compile={self._jit_compile})"
         )
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[GPipeStrategy]:
+    def scope(self) -> _Scope:
         """Models, optimizers and metrics made inside belong to the strategy."""
-        with super().scope():
-            yield self
-        prepared = compat.model_being_prepared()
-        if prepared is not None and compat.strategy_of(prepared[0]) is self:
-            # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
-            self._place_prepared(*prepared)
+        return _Scope(self, super().scope())
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
@@ -143,7 +139,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             self.place(model)
         elif batch is not None:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            self._pipeline(model, x, training=True)
+            with contextlib.suppress(ModelError):  # raised again where the model is called, if it is
+                self._pipeline(model, x, training=True)
 
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
@@ -172,8 +169,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         _check_compiled(model)
         if not _is_built(model):
             raise ModelError(
-                f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give it "
-                "a `keras.Input`, or call it once on data."
+                f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give "
+                "it a `keras.Input`, or call it once on data."
             )
         graph = model_graph.build(model, inputs, training=True)
         return make_plan(graph, self._devices, self._partition)
@@ -201,7 +198,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
             key = (bool(training), repr(kinds))
         if key not in known:
-            # A second pipeline of one model leaves the variables where they are: functions traced before know them there.
+            # A second pipeline of a model leaves its variables where they are: functions traced before know them there.
             plan = next(iter(known.values())).plan if graph is None and known else self.plan(model, inputs)
             if graph is None and (known or not training):
                 plan = follow(model_graph.build(model, inputs, training), plan)
@@ -242,8 +239,39 @@ class GPipeStrategy(tf.distribute.Strategy):
                 compat.hand_back_loss(owner, loss)
             return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
 
-        with compat.replaced(model, "call", pipelined):
+        with self._calling, compat.replaced(model, "call", pipelined):
             return plain(*args, **kwargs)
+
+
+class _Scope:
+    """What `strategy.scope()` returns: TensorFlow's scope, and a model placed as soon as Keras has built it.
+
+    A class, since a generator that is left open (`tf.distribute.experimental_set_strategy` does, and forgets it when
+    the default graph is reset) leaves its scope whenever it happens to be collected, in the middle of another.
+    """
+
+    def __init__(self, strategy: GPipeStrategy, scope: contextlib.AbstractContextManager[Any]) -> None:
+        self._strategy = strategy
+        self._scope = scope
+        self._prepared: tuple[keras.Model, Any] | None = None
+        self._building = contextlib.ExitStack()
+
+    def __enter__(self) -> GPipeStrategy:
+        prepared = compat.model_being_prepared()
+        if prepared is not None and compat.strategy_of(prepared[0]) is self._strategy:
+            self._prepared = prepared
+            self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
+        self._scope.__enter__()
+        if self._prepared is not None:
+            self._building.enter_context(_prebuilt(*self._prepared))
+        return self._strategy
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._building.__exit__(kind, error, trace)
+        self._scope.__exit__(kind, error, trace)
+        if self._prepared is not None and error is None:
+            # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
+            self._strategy._place_prepared(*self._prepared)
 
 
 class _Extended(compat.OneDeviceExtended):
@@ -304,9 +332,30 @@ def _place_variables(plan: Plan, model: keras.Model) -> None:
 
 def _is_built(model: keras.Model) -> bool:
     graph = compat.graph_of(model)
-    return all(layer.built for layer in model._flatten_layers()) and not (
+    return all(layer.built for layer in compat.flatten_layers(model)) and not (
         isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call and graph is None
     )
+
+
+@contextlib.contextmanager
+def _prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
+    """Spares a model what Keras asks of it under strategies only: to be built by a call without `training`.
+
+    A layer that only a training call uses is built too; a model without `call` (a GAN, whose `train_step` calls its
+    parts) counts as built. What cannot be built here is left for Keras to try, and to explain.
+    """
+    if type(model).call is keras.Model.call:
+        before, model.built = model.built, True
+        try:
+            yield
+        finally:
+            model.built = before
+        return
+    if batch is not None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with contextlib.suppress(Exception):
+            _build_if_needed(model, (x,), {"training": True})
+    yield
 
 
 def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
@@ -317,15 +366,15 @@ def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
         lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), args[0]
     )
     with tf.init_scope():
-        keras.backend.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
+        compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
 
 
 def _check_compiled(model: keras.Model) -> None:
-    if getattr(model, "_jit_compile", None) is True:
+    if compat.asks_for_xla(model):
         raise ArgumentError(
             f"Expected a model compiled without XLA, which would put all stages onto one device. Received: "
-            f"'{model.name}' with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the strategy: "
-            "GPipeStrategy(..., jit_compile=True) compiles each stage on its own device."
+            f"'{model.name}' with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the "
+            "strategy: GPipeStrategy(..., jit_compile=True) compiles each stage on its own device."
         )
 
 

@@ -88,7 +88,9 @@ def rolled(stages: Sequence[Stage], x: tf.Tensor, num_micro_batches: int) -> lis
         for k, stage in enumerate(stages):
             active = tf.logical_and(t >= k, t - k < count)
             with tf.device(stage.device):
-                y = tf.cond(active, lambda k=k: stages[k].forward(values[k].read(t - k)), lambda: tf.zeros([ROWS, WIDTH]))
+                y = tf.cond(
+                    active, lambda k=k: stages[k].forward(values[k].read(t - k)), lambda: tf.zeros([ROWS, WIDTH])
+                )
             with tf.device(stages[min(k + 1, last)].device):
                 new[k + 1] = write(values[k + 1], t - k, y, active)
         return t + 1, new

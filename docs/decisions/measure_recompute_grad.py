@@ -47,7 +47,9 @@ def main() -> None:
             seconds[name] = min(seconds[name], time.perf_counter() - start)
     for name, (function, trace) in made.items():
         count = len(function.graph.get_operations())
-        print(f"{name}: {count} operations, traced in {1000 * trace:.0f} ms, a call takes {1000 * seconds[name]:.1f} ms")
+        print(
+            f"{name}: {count} operations, traced in {1000 * trace:.0f} ms, a call takes {1000 * seconds[name]:.1f} ms"
+        )
 
 
 if __name__ == "__main__":
