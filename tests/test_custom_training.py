@@ -392,11 +392,30 @@ def test_a_subclassed_model_with_operations_of_tensorflow_is_refused():
     with strategy.scope():
         model = UsesTensorFlow()
         model.compile("sgd", "mse")
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)Expected a model whose operations can be followed.*Received: 'uses_tensor"
-        r"_flow.*Replace operations of TensorFlow by those of `keras.ops`.*functional API",
-    ):
+    expected, advice = "Expected a model whose operations can be followed", "Replace operations of TensorFlow by those"
+    with pytest.raises(ValueError, match=f"(?s){expected}.*Received: 'uses_tensor.*{advice}.*functional API"):
+        model.fit(X, Y, batch_size=ROWS, verbose=0)
+
+
+class AddsLoss(keras.Model):
+    """Calls `add_loss` itself, which Keras refuses on symbolic inputs."""
+
+    def __init__(self):
+        super().__init__(name="adds_loss")
+        self.a, self.b = layers.Dense(4), layers.Dense(2)
+
+    def call(self, x):
+        x = self.a(x)
+        self.add_loss(ops.mean(x))
+        return self.b(x)
+
+
+def test_a_subclassed_model_that_adds_a_loss_is_told_to_use_a_layer():
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    with strategy.scope():
+        model = AddsLoss()
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"(?s)Received: 'adds_loss'.*\(and `add_loss`\) into a layer of its own"):
         model.fit(X, Y, batch_size=ROWS, verbose=0)
 
 

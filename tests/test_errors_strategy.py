@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import keras
@@ -365,12 +366,8 @@ def test_inputs_that_are_not_dense(kind):
 
 
 def text_of(error):
-    """The message of an exception, its notes, and those of what caused it."""
-    parts = []
-    while error is not None:
-        parts += [str(error), *getattr(error, "__notes__", ())]
-        error = error.__cause__ or error.__context__
-    return "\n".join(parts)
+    """What Python prints of an exception, notes included."""
+    return "".join(traceback.format_exception(error))
 
 
 class Raises(layers.Layer):
@@ -453,6 +450,25 @@ def test_a_failure_at_run_time_names_layer_stage_and_micro_batch(where):
     assert f"= {bad[5, 1]} is not in [0, " in text
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
+    assert np.isfinite(fit(model, good)).all()
+
+
+def test_a_failure_in_an_eager_step_names_layer_stage_and_micro_batch():
+    strategy = tf_gpipe.GPipeStrategy(2, 4, partition=[1, 2])
+    with strategy.scope():
+        ids = keras.Input([3], dtype="int32")
+        y = layers.Flatten(name="flat")(layers.Embedding(10, 4, name="table")(ids))
+        model = keras.Model(ids, layers.Dense(2, name="head")(y))
+        model.compile("sgd", "mse", run_eagerly=True)
+    good = np.zeros([ROWS, 3], "int32")
+    bad = good.copy()
+    bad[5, 1] = 12
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        fit(model, bad)
+    text = text_of(caught.value)
+    assert "indices[1,1] = 12 is not in [0, 10)" in text
+    assert "table" in text
+    assert "in the forward pass of micro-batch 2 on stage 0" in text
     assert np.isfinite(fit(model, good)).all()
 
 

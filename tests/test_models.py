@@ -54,9 +54,13 @@ def test_sequential():
     assert operations(plan) == [["dense_0"], ["dense_1"], ["dense_2"], ["dense_3"]]
 
 
-def test_a_sequential_model_without_an_input_is_built_from_the_data():
+@pytest.mark.parametrize("called", [False, True])
+def test_a_sequential_model_without_an_input_is_built_from_the_data(called):
     def make():
-        return keras.Sequential([layers.Dense(8, "tanh", name="a"), layers.Dense(8, "tanh"), layers.Dense(2)])
+        model = keras.Sequential([layers.Dense(8, "tanh", name="a"), layers.Dense(8, "tanh"), layers.Dense(2)])
+        if called:
+            model(floats(6))  # Keras notes its 10 rows as if they were fixed.
+        return model
 
     model, plan = check(make, (floats(6), floats(2)))
     assert len(plan.stages) == 3
@@ -116,7 +120,7 @@ def encoder(name="encoder", dtype=None, **kwargs):
 def test_a_nested_functional_model_is_cut_inside():
     def make():
         x = keras.Input([6])
-        return keras.Model(x, layers.Dense(2, name="head")(encoder()(x)))
+        return keras.Model(x, layers.Dense(2, name="head")(encoder(activity_regularizer="l2")(x)))
 
     _, plan = check(make, (floats(6), floats(2)), partition=["encoder/second", "head"])
     assert operations(plan) == [["encoder/first"], ["encoder/second"], ["head"]]
@@ -195,6 +199,40 @@ def test_a_nested_models_own_training_flag_counts_where_the_call_has_none(flag):
     expected = plain(x, training=flag)
     received = strategy.run(lambda: piped(x, training=flag))
     np.testing.assert_allclose(received, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_nested_model_with_dicts_is_cut_inside():
+    def make():
+        a, b = keras.Input([6], name="a"), keras.Input([6], name="b")
+        h = layers.Dense(4, "tanh", name="h")(layers.Subtract(name="subtract")([a, b]))
+        out = {"u": layers.Dense(3, name="u")(h), "v": layers.Dense(3, name="v")(h)}
+        inner = keras.Model({"b": b, "a": a}, out, name="inner")
+        x = keras.Input([6])
+        made = inner({"a": x, "b": layers.Dense(6, "tanh", name="stem")(x)})
+        return keras.Model(x, layers.Dense(2, name="head")(made["u"] - 2.0 * made["v"]))
+
+    _, plan = check(make, (floats(6), floats(2)), 4, partition=["inner/subtract", "inner/h", "head"])
+    assert operations(plan)[:2] == [["stem"], ["inner/subtract"]]
+
+
+class OwnBlock(keras.Model):
+    """A nested model whose call is its own: one operation, in which TensorFlow may be used."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(4)
+
+    def call(self, x):
+        return tf.nn.softplus(self.dense(x))
+
+
+def test_a_nested_subclassed_model_is_one_operation():
+    def make():
+        x = keras.Input([6])
+        return keras.Model(x, layers.Dense(2, name="head")(OwnBlock(name="block")(layers.Dense(3, name="stem")(x))))
+
+    _, plan = check(make, (floats(6), floats(2)))
+    assert operations(plan) == [["stem"], ["block"], ["head"]]
 
 
 # --- masks ---

@@ -12,6 +12,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
 | `AutocastScope` | mixed precision inside a stage's body |
+| `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
@@ -379,6 +380,11 @@ def is_zeros(tensor: tf.Tensor) -> bool:
         value = tf.get_static_value(op.outputs[0])
         return value is not None and not value.any()
     return op.type == "ZerosLike"
+
+
+def keep_exception(error: BaseException) -> None:
+    """Keeps Keras from replacing an exception, and its notes, by one that lists the arguments of a layer's call."""
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
 # --- calling functions on their devices ---

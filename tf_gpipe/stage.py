@@ -476,6 +476,7 @@ def add_note(error: BaseException, note: str) -> None:
     """Adds a line to an exception's text; in Python 3.10, which has no notes, to its message."""
     if note in getattr(error, "__notes__", ()):
         return
+    compat.keep_exception(error)
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
