@@ -31,12 +31,16 @@ def chain() -> keras.Model:
     return keras.Model(x, keras.layers.Dense(1, name="three")(y), name="chain")
 
 
-def compiled(strategy=None, make=chain, **arguments) -> keras.Model:
+def adam() -> keras.Optimizer:
+    return keras.optimizers.Adam(0.05)
+
+
+def compiled(strategy=None, make=chain, optimizer=adam, **arguments) -> keras.Model:
     keras.backend.clear_session()  # so that names begin anew
     with scope_of(strategy):
         keras.utils.set_random_seed(0)
         model = make()
-        model.compile(**{"optimizer": keras.optimizers.Adam(0.05), "loss": "mse", **arguments})
+        model.compile(optimizer(), "mse", **arguments)
     return model
 
 
@@ -47,6 +51,9 @@ def fit(model: keras.Model, epochs: int = 1, **arguments) -> dict:
 
 def devices_of(variables) -> list[str]:
     return [v.value.device[-5:] for v in variables]
+
+
+other_optimizer = pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +116,7 @@ def test_a_weights_file_is_that_of_plain_keras(tmp_path, trained, pipelined):
     assert_same_weights_file(tmp_path / "plain.weights.h5", tmp_path / "ours.weights.h5")
 
 
+@other_optimizer
 def test_a_sharded_weights_file_is_that_of_plain_keras(tmp_path, trained, pipelined):
     for model, folder in ((trained, tmp_path / "plain"), (pipelined, tmp_path / "ours")):
         folder.mkdir()
@@ -121,13 +129,21 @@ def test_a_sharded_weights_file_is_that_of_plain_keras(tmp_path, trained, pipeli
     assert largest_difference(fresh, pipelined) == 0.0
 
 
+def without_ids(config):
+    """A config without the numbers by which it refers to shared objects: they are addresses in memory."""
+    if isinstance(config, dict):
+        return {key: without_ids(value) for key, value in config.items() if key != "shared_object_id"}
+    return [without_ids(value) for value in config] if isinstance(config, list) else config
+
+
 def test_a_keras_file_is_that_of_plain_keras(tmp_path, trained, pipelined):
     trained.save(tmp_path / "plain.keras")
     pipelined.save(tmp_path / "ours.keras")
     with zipfile.ZipFile(tmp_path / "plain.keras") as plain, zipfile.ZipFile(tmp_path / "ours.keras") as ours:
         assert plain.namelist() == ours.namelist()
         a, b = (json.loads(archive.read("config.json")) for archive in (plain, ours))
-        assert a == b
+        assert without_ids(a) == without_ids(b)
+        assert b["compile_config"]["optimizer"]["class_name"] == "Adam"
         assert "gpipe" not in ours.read("config.json").decode().lower()
         for archive in (plain, ours):
             assert "date_saved" in json.loads(archive.read("metadata.json"))
@@ -135,8 +151,10 @@ def test_a_keras_file_is_that_of_plain_keras(tmp_path, trained, pipelined):
         assert_same_weights_file(*weights)
 
 
-def test_a_legacy_h5_file_is_that_of_plain_keras(tmp_path, trained, pipelined):
-    for model, name in ((trained, "plain.h5"), (pipelined, "ours.h5")):
+def test_a_legacy_h5_file_is_that_of_plain_keras(tmp_path):
+    for strategy, name in ((None, "plain.h5"), (gpipe(3), "ours.h5")):
+        model = compiled(strategy)
+        fit(model)
         with contextlib.redirect_stderr(io.StringIO()):
             model.save(tmp_path / name)
     assert_same_weights_file(tmp_path / "plain.h5", tmp_path / "ours.h5")
@@ -153,6 +171,7 @@ def test_names_and_order_of_variables_are_those_of_plain_keras(trained, pipeline
 # --- weights into other models ---
 
 
+@other_optimizer
 def test_weights_file_between_plain_and_pipelined(tmp_path, trained, pipelined):
     for source, file in ((trained, tmp_path / "plain.weights.h5"), (pipelined, tmp_path / "ours.weights.h5")):
         source.save_weights(file)
@@ -195,7 +214,7 @@ def test_clone_model(pipelined):
     strategy = gpipe(2)
     with strategy.scope():
         clone = keras.models.clone_model(pipelined)
-        clone.compile(keras.optimizers.Adam(0.05), "mse")
+        clone.compile(adam(), "mse")
     clone.set_weights(pipelined.get_weights())
     fit(clone)
     assert clone.distribute_strategy is strategy
@@ -271,11 +290,11 @@ def test_slots_follow_in_every_way_of_starting(saved):
         assert devices_of(velocities) == devices_of(model.weights) == [f"CPU:{i}" for i in (0, 0, 1, 1, 2, 2)]
 
 
-def test_batch_norm_and_dropout_are_saved(tmp_path):
+def test_moving_averages_are_saved(tmp_path):
     def make():
         x = keras.Input([4])
         y = keras.layers.BatchNormalization(momentum=0.8)(keras.layers.Dense(6, "tanh")(x))
-        return keras.Model(x, keras.layers.Dense(1)(keras.layers.Dropout(0.4, seed=5)(y)))
+        return keras.Model(x, keras.layers.Dense(1)(y))
 
     whole = compiled(gpipe(2), make)
     fit(whole, epochs=2)
@@ -288,13 +307,28 @@ def test_batch_norm_and_dropout_are_saved(tmp_path):
     assert largest_difference(whole, resumed) <= 1e-6
 
 
-def test_an_optimizer_with_averages_and_accumulators_is_saved(tmp_path):
-    def arguments():
-        return {"optimizer": keras.optimizers.AdamW(0.05, use_ema=True, gradient_accumulation_steps=3)}
+def test_dropout_goes_on_as_in_plain_keras(tmp_path):
+    def make():
+        x = keras.Input([4])
+        y = keras.layers.Dropout(0.4, seed=5)(keras.layers.Dense(6, "tanh")(x))
+        return keras.Model(x, keras.layers.Dense(1)(y))
 
-    whole = compiled(**arguments())
-    fit(whole, epochs=3)
-    first = compiled(gpipe(3), **arguments())
+    resumed = []
+    for name, strategy in (("plain", None), ("ours", gpipe(2, num_micro_batches=1))):
+        model = compiled(strategy, make)
+        fit(model)
+        model.save(tmp_path / f"{name}.keras")
+        with scope_of(strategy):
+            resumed.append(keras.models.load_model(tmp_path / f"{name}.keras"))
+        fit(resumed[-1])
+    assert largest_difference(*resumed) <= 1e-6
+
+
+def test_an_optimizer_with_averages_and_accumulators_is_saved(tmp_path):
+    def adamw():
+        return keras.optimizers.AdamW(0.05, use_ema=True, gradient_accumulation_steps=3)
+
+    first = compiled(gpipe(3), optimizer=adamw)
     fit(first)
     first.save(tmp_path / "first.keras")
     with gpipe(2).scope():
@@ -303,13 +337,11 @@ def test_an_optimizer_with_averages_and_accumulators_is_saved(tmp_path):
     second.save(tmp_path / "second.keras")
     third = keras.models.load_model(tmp_path / "second.keras")
     fit(third)
-    # Averages take the weights' place at the end of each `fit`, so only a training in the same three parts is the same.
-    parts = compiled(**arguments())
+    parts = compiled(optimizer=adamw)  # in three parts too: averages take the weights' place at the end of each `fit`
     for _ in range(3):
         fit(parts)
     assert largest_difference(third, parts) <= 1e-6
     assert_same_optimizer(parts, third)
-    assert largest_difference(whole, parts) > 1e-4
 
 
 LOAD_PLAINLY = """
@@ -374,8 +406,10 @@ def test_an_export_is_a_plain_graph(tmp_path, pipelined):
 def test_tf_train_checkpoint(tmp_path, pipelined, uninterrupted, stages):
     path = tf.train.Checkpoint(model=pipelined, optimizer=pipelined.optimizer).save(str(tmp_path / "ckpt"))
     assert not any("stage" in name or "gpipe" in name.lower() for name, _ in tf.train.list_variables(path))
-    model = compiled(None if stages is None else gpipe(stages))
-    model.optimizer.build(model.trainable_variables)
+    strategy = None if stages is None else gpipe(stages)
+    model = compiled(strategy)
+    with scope_of(strategy):
+        model.optimizer.build(model.trainable_variables)
     status = tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
     status.assert_existing_objects_matched()
     assert largest_difference(model, pipelined) == 0.0
@@ -396,7 +430,7 @@ def test_tf_train_checkpoint_into_a_placed_model(tmp_path, pipelined):
 
 def test_checkpoint_manager(tmp_path, uninterrupted):
     model = compiled(gpipe(2))
-    model.optimizer.build(model.trainable_variables)
+    fit(model, epochs=0)  # builds the optimizer
     manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=model.optimizer), tmp_path, 2)
     for _ in range(3):
         fit(model)
@@ -406,10 +440,11 @@ def test_checkpoint_manager(tmp_path, uninterrupted):
     assert largest_difference(model, uninterrupted) <= 1e-6
 
 
+@other_optimizer
 def test_model_checkpoint_saves_the_best_weights(tmp_path):
     values = []
     for name, strategy in (("plain", None), ("ours", gpipe(2))):
-        model = compiled(strategy, optimizer=keras.optimizers.SGD(0.3))
+        model = compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.3))
         file = tmp_path / f"{name}.weights.h5"
         saver = keras.callbacks.ModelCheckpoint(
             file, monitor="val_loss", save_best_only=True, save_weights_only=True, mode="min"
@@ -447,7 +482,7 @@ def test_save_frequency_counts_batches(tmp_path, at_once):
         fit(model, epochs=2, batch_size=2, callbacks=[saver])
         saved.append(sorted(path.name for path in folder.iterdir()))
     assert saved[0] == saved[1]
-    assert len(saved[1]) == 4
+    assert len(saved[1]) == {1: 4, 2: 4, 3: 3}[at_once]
     for name in saved[0]:
         assert_same_weights_file(tmp_path / "plain" / name, tmp_path / "ours" / name)
 

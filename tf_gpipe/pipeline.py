@@ -140,7 +140,11 @@ class _Call:
                 zip(*(specs[ref] for ref in stage.plan.inputs), strict=True) if stage.plan.inputs else ((), ())
             )
             signature = stage.signature(self.training, values, masks)
-            forward = stage.forward(signature)
+            try:
+                forward = stage.forward(signature)
+            except Exception as error:
+                add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
+                raise
             specs.update(zip(stage.plan.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
             self.signatures.append(signature)
             self.forwards.append(forward)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +79,8 @@ class GPipeStrategy(tf.distribute.Strategy):
                 f"Expected Keras to run on TensorFlow. Received: backend '{keras.backend.backend()}'. Set the "
                 "environment variable KERAS_BACKEND=tensorflow before importing Keras."
             )
-        _check_count("num_stages", num_stages)
-        _check_count("num_micro_batches", num_micro_batches)
+        num_stages = _checked_count("num_stages", num_stages)
+        num_micro_batches = _checked_count("num_micro_batches", num_micro_batches)
         _check_choice("remat", remat, REMAT_MODES)
         _check_choice("schedule", schedule, ("gpipe",))
         if num_replicas != 1:
@@ -378,9 +379,12 @@ def _check_compiled(model: keras.Model) -> None:
         )
 
 
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+def _checked_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ArgumentError(f"Expected `{name}` to be an int of at least 1. Received: {name}={value!r}.")
+    return int(value)
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "") -> None:
