@@ -14,7 +14,6 @@ gradient, adding each weight's gradient to the running sum it is given. The func
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -181,7 +180,7 @@ class Stage:
             if set(body.assigned) <= set(known):
                 break
             known.update(body.assigned)  # variables assigned beside seeds: trace again with them as inputs
-        _refuse_impure(function, self.plan)
+        state.refuse_impure(function.graph, self.plan.index, self.plan.operations)
         self._refuse_assigned_weights(body.assigned, signature)
         return Forward(
             function,
@@ -444,32 +443,6 @@ def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, num_states: int)
     values = [None if spec is None else rest.pop(0) for spec in signature.values]
     masks = [None if spec is None else rest.pop(0) for spec in signature.masks]
     return values, masks, rest[:num_states], rest[num_states:]
-
-
-# Of `tf.random`, of `tf.random.Generator`, and of losses and image operations that draw.
-_STATEFUL_RANDOM = re.compile(
-    "Multinomial|NonDeterministicInts|Parameterized.*Normal|Random(Crop|Gamma|Poisson|Shuffle|StandardNormal|Uniform).*"
-    "|Rng.*Skip|SampleDistorted.*|Stateful.*(Binomial|Normal|Uniform).*|TruncatedNormal|.*CandidateSampler"
-)
-_ASSIGNMENT = re.compile("Assign.*VariableOp|ResourceScatter.*|ResourceStridedSliceAssign")
-
-
-def _refuse_impure(function: Any, plan: StagePlan) -> None:
-    """Raises where a stage would not do the same when it is run again for the backward pass."""
-    names = ", ".join(f"'{name}'" for name in plan.operations)
-    for op in compat.all_operations(function.graph):
-        if _STATEFUL_RANDOM.fullmatch(op.type):
-            raise ModelError(
-                f"Expected random operations that can be repeated when activations are recomputed. Received: "
-                f"'{op.type}' of TensorFlow ({op.name}) in stage {plan.index} ({names}). Draw with `keras.random` and "
-                "a `keras.random.SeedGenerator` that the layer keeps as an attribute."
-            )
-        if _ASSIGNMENT.fullmatch(op.type):
-            raise ModelError(
-                f"Expected layers whose state is in `keras.Variable`s, which can be handed from micro-batch to "
-                f"micro-batch. Received: an assignment to a `tf.Variable` ({op.name}) in stage {plan.index} ({names}). "
-                "Make the variable with `self.add_weight(trainable=False)` or `keras.Variable`."
-            )
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat
+from tf_gpipe.errors import ModelError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +115,38 @@ def update_moving_averages(
         moving = tf.cast(raw, value.dtype)
         moved = moving * layer.momentum + value * (1.0 - layer.momentum)
         raw.assign(tf.cast(tf.where(count > 0, moved, moving), raw.dtype))
+
+
+# Of `tf.random`, of `tf.random.Generator`, and of losses and image operations that draw.
+_STATEFUL_RANDOM = re.compile(
+    "Multinomial|NonDeterministicInts|Parameterized.*Normal|Random(Crop|Gamma|Poisson|Shuffle|StandardNormal|Uniform).*"
+    "|Rng.*Skip|SampleDistorted.*|Stateful.*(Binomial|Normal|Uniform).*|TruncatedNormal|.*CandidateSampler"
+)
+_ASSIGNMENT = re.compile("Assign.*VariableOp|ResourceScatter.*|ResourceStridedSliceAssign")
+
+
+def refuse_impure(graph: tf.Graph, stage: int, operations: Sequence[str]) -> None:
+    """Raises where a stage would not do the same when it is run again for the backward pass.
+
+    Args:
+        graph: the graph of the stage's forward function.
+        stage: the stage's index, for the message.
+        operations: the names of the stage's operations, for the message.
+
+    Raises:
+        ValueError: an operation draws random numbers or assigns a variable behind Keras's back.
+    """
+    names = ", ".join(f"'{name}'" for name in operations)
+    for op in compat.all_operations(graph):
+        if _STATEFUL_RANDOM.fullmatch(op.type):
+            raise ModelError(
+                f"Expected random operations that can be repeated when activations are recomputed. Received: "
+                f"'{op.type}' of TensorFlow ({op.name}) in stage {stage} ({names}). Draw with `keras.random` and "
+                "a `keras.random.SeedGenerator` that the layer keeps as an attribute."
+            )
+        if _ASSIGNMENT.fullmatch(op.type):
+            raise ModelError(
+                f"Expected layers whose state is in `keras.Variable`s, which can be handed from micro-batch to "
+                f"micro-batch. Received: an assignment to a `tf.Variable` ({op.name}) in stage {stage} ({names}). "
+                "Make the variable with `self.add_weight(trainable=False)` or `keras.Variable`."
+            )
