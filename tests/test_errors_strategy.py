@@ -489,3 +489,12 @@ def test_tensorflow_has_started():
     assert "DeviceStartedError: Expected TensorFlow not to have started yet, since 2 logical CPU devices" in text
     assert "Received: TensorFlow runs with 1." in text
     assert "Call `tf_gpipe.set_logical_cpus(2)` right after the imports" in text
+
+
+def test_a_model_made_outside_the_scope_is_not_placed():
+    """It would train on one device, as plain Keras, without a word."""
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), keras.layers.Dense(1)])
+    with pytest.raises(
+        ValueError, match=r"Expected a model that was made under this strategy's scope.*Make and compile"
+    ):
+        tf_gpipe.GPipeStrategy(2, 2).place(model)

@@ -182,8 +182,13 @@ class GPipeStrategy(tf.distribute.Strategy):
         `fit`, `evaluate` and `train_on_batch` do it by themselves. Call it before tracing a `tf.function` of your own
         that uses the model, which would otherwise be traced twice.
 
-        Args and errors: as `plan`.
+        Args and errors: as `plan`; the model must have been made under this strategy's scope.
         """
+        if isinstance(model, keras.Model) and compat.strategy_of(model) is not self:
+            raise ModelError(
+                "Expected a model that was made under this strategy's scope, since only such a model runs in the "
+                f"pipeline. Received: '{model.name}', which was not. Make and compile it inside `strategy.scope()`."
+            )
         return self._pipeline(model, inputs, training=True).plan
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
