@@ -129,8 +129,9 @@ def test_every_stage_knows_its_device_and_place():
 
 
 def test_planning_moves_nothing_and_place_does():
-    model = small()
     strategy = tf_gpipe.GPipeStrategy(3, 1)
+    with strategy.scope():
+        model = small()
     before = [(id(v), v.value.device) for v in model.variables]
     strategy.plan(model)
     assert [(id(v), v.value.device) for v in model.variables] == before
