@@ -126,7 +126,6 @@ def test_another_backend_of_keras(monkeypatch):
         (["hidden"], ["cannot cut before 'hidden', the model's first layer"]),
         (["hidden", "head"], ["1 layer names to cut before", "received 2", "num_stages=3"]),
         ([1.5, 0.5], ["received [1.5, 0.5]", "[1, 1]"]),
-        (3, ["An explicit partition is a list of 2 layer counts, or of the 1 layer names", "received 3", "[1, 1]"]),
     ],
 )
 def test_explicit_partitions(partition, parts):
@@ -498,3 +497,17 @@ def test_a_model_made_outside_the_scope_is_not_placed():
         ValueError, match=r"Expected a model that was made under this strategy's scope.*Make and compile"
     ):
         tf_gpipe.GPipeStrategy(2, 2).place(model)
+
+
+@pytest.mark.parametrize("partition", [3, None])
+def test_a_partition_that_is_no_list(partition):
+    with pytest.raises(
+        ValueError, match=r"Expected `partition` to be one of \"flops\" or K numbers.*Received: partition="
+    ):
+        tf_gpipe.GPipeStrategy(2, 2, partition=partition)
+
+
+def test_a_partition_may_be_an_array():
+    strategy = tf_gpipe.GPipeStrategy(2, 2, partition=np.array([1, 2]))
+    model = keras.Sequential([keras.Input([4]), *(keras.layers.Dense(4) for _ in range(3))])
+    assert [len(stage.operations) for stage in strategy.plan(model).stages] == [1, 2]

@@ -13,7 +13,7 @@ import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -89,13 +89,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
         if not isinstance(jit_compile, bool):
             raise ArgumentError(f"Expected `jit_compile` to be True or False. Received: {jit_compile!r}.")
-        if isinstance(partition, str):
-            _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
         if num_stages is None and devices is not None:
             num_stages = len(devices)
         self._devices = stage_devices(devices, num_stages)
         self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
-        self._partition = partition
+        self._partition = _checked_partition(partition)
         self._remat = remat
         self._jit_compile = jit_compile
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
@@ -390,6 +388,17 @@ def _checked_count(name: str, value: Any) -> int | None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ArgumentError(f"Expected `{name}` to be an int of at least 1. Received: {name}={value!r}.")
     return int(value)
+
+
+def _checked_partition(partition: Partition) -> Partition:
+    if isinstance(partition, str):
+        _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
+        return partition
+    try:
+        return cast(Partition, list(partition))
+    except TypeError:
+        _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
+        raise
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "") -> None:
