@@ -191,6 +191,15 @@ def test_iterations_count_batches_of_arrays():
 
 
 @ran_out
+def test_iterations_count_batches_of_data_of_unknown_length():
+    """The end of the data is found inside the step; nothing of that step may have run."""
+    for _ in range(3):
+        model = compiled(gpipe(), arguments=adam)
+        model.fit(described(), epochs=2, shuffle=False, verbose=0)
+        assert int(model.optimizer.iterations) == 2 * NUM_BATCHES
+
+
+@ran_out
 def test_a_model_without_input_is_built_by_a_generator_that_loses_nothing():
     def make():
         return keras.Sequential([keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])

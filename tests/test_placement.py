@@ -64,9 +64,16 @@ class Executed:
                     source, target = (short(node.attr[key].s.decode()) for key in ("send_device", "recv_device"))
                     name = re.sub(r"^edge_\d+_(StatefulPartitionedCall/)?", "", node.attr["tensor_name"].s.decode())
                     output = int(node.input[0].split(":")[1]) if ":" in node.input[0] else 0
-                    if source != target:
+                    if source != target and not is_control_edge(node, graph):
                         found.append(Sent(source, target, name, output))
         return found
+
+
+def is_control_edge(send, graph) -> bool:
+    """Whether a _Send carries only that something is done: TensorFlow sends an empty constant then."""
+    makers = {node.name: node for node in graph.node}
+    maker = makers.get(send.input[0].split(":")[0])
+    return maker is not None and maker.op == "Const" and "/ctrl/" in maker.name
 
 
 def short(device: str) -> str:

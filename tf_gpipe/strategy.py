@@ -294,6 +294,8 @@ class _Extended(compat.OneDeviceExtended):
             during_run.enter_context(compat.route_models(functools.partial(strategy._call_model, during_run)))
             during_run.enter_context(compat.follow_inputs(strategy.devices[-1]))
             during_run.enter_context(_ReplicaContext(strategy, replica_id_in_sync_group=0))
+            # Where data end inside the step, nothing of it may have run: no counter raised, no seed drawn.
+            during_run.enter_context(tf.control_dependencies(_first_tensor((args, kwargs))))
             return fn(*args, **kwargs)
 
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
@@ -305,6 +307,12 @@ class _Extended(compat.OneDeviceExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
         return InputDataset(dataset_fn(tf.distribute.InputContext()))
+
+
+def _first_tensor(values: Any) -> list[tf.Tensor]:
+    """The first tensor of a graph in a structure, in a list; none when executing eagerly."""
+    flat = [] if tf.executing_eagerly() else tf.nest.flatten(values, expand_composites=True)
+    return [value for value in flat if tf.is_tensor(value) and hasattr(value, "op")][:1]
 
 
 class _ReplicaContext(tf.distribute.ReplicaContext):
