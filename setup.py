@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.10",
     # TensorFlow comes in one wheel for each kind of device, and requiring one would install it beside the user's own:
     # choose by an extra.
-    install_requires=["keras>=3.10,<4", "numpy"],
+    install_requires=["keras>=3.12,<4", "numpy"],
     extras_require={
         "cpu": ["tensorflow-cpu>=2.19,<2.22"],
         "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
