@@ -339,7 +339,6 @@ class _BackwardPass:
     def __init__(self, call: _Call, d_outputs: Sequence[tf.Tensor | None]) -> None:
         self.call = call
         self.rows = call.rows
-        self.last_task = dict(call.last_task)
         given = [None if d is None or compat.is_zeros(d) else d for d in d_outputs]
         self.gradients: dict[tuple[Ref, int], list[tf.Tensor]] = {}
         for ref in call.graph.flat_outputs:
