@@ -8,6 +8,7 @@ from helpers import assert_same, largest_difference, normal, scope_of, train
 from keras import layers, ops
 
 import tf_gpipe
+from tf_gpipe.errors import ModelError
 
 ROWS = 10  # Of which 3 micro-batches get 4, 3 and 3.
 X, Y = normal(ROWS, 6, seed=1), normal(ROWS, 2, seed=2)
@@ -398,25 +399,136 @@ def test_a_subclassed_model_with_operations_of_tensorflow_is_refused():
 
 
 class AddsLoss(keras.Model):
-    """Calls `add_loss` itself, which Keras refuses on symbolic inputs."""
+    """A variational autoencoder's habit: the model's own `call` adds a part of the loss."""
 
     def __init__(self):
         super().__init__(name="adds_loss")
-        self.a, self.b = layers.Dense(4), layers.Dense(2)
+        self.a, self.b = layers.Dense(4, "tanh", name="a"), layers.Dense(4, "tanh", name="b")
+        self.c = layers.Dense(2, name="c")
 
     def call(self, x):
         x = self.a(x)
-        self.add_loss(ops.mean(x))
-        return self.b(x)
+        self.add_loss([ops.mean(ops.square(x)), 0.1 * ops.mean(ops.abs(x))])
+        x = self.b(x)
+        self.add_loss(0.3 * ops.mean(ops.square(x)))
+        return self.c(x)
 
 
-def test_a_subclassed_model_that_adds_a_loss_is_told_to_use_a_layer():
-    strategy = tf_gpipe.GPipeStrategy(2, 2)
-    with strategy.scope():
-        model = AddsLoss()
-        model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"(?s)Received: 'adds_loss'.*\(and `add_loss`\) into a layer of its own"):
-        model.fit(X, Y, batch_size=ROWS, verbose=0)
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_a_subclassed_model_that_adds_losses(remat):
+    plain = train(AddsLoss, (X, Y), batch_size=ROWS)
+    strategy = tf_gpipe.GPipeStrategy(3, 3, remat=remat, partition=["b", "c"])
+    piped = train(AddsLoss, (X, Y), strategy, batch_size=ROWS)
+    assert_same(plain, piped)
+    assert plain[1]["loss"][0] != plain[1]["loss"][1]
+    assert len(piped[0].losses) == len(plain[0].losses) == 3
+    assert [len(stage.operations) for stage in strategy.plan(piped[0], X).stages] != [1, 1, 1]
+
+
+# --- weights that change within a step ---
+
+
+class TwoGradients(keras.Model):
+    """Two losses of one model, whose gradients are applied one after the other."""
+
+    def __init__(self, both_first):
+        super().__init__()
+        self.inner, self.both_first = chain(), both_first
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.inner.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            one = ops.mean(ops.square(self.inner(x, training=True) - y))
+            two = ops.mean(ops.abs(self.inner(-x, training=True) + y))
+        first = tape.gradient(one, weights)
+        second = tape.gradient(two, weights) if self.both_first else None
+        self.optimizer.apply_gradients(zip(first, weights, strict=True))
+        second = second or tape.gradient(two, weights)
+        self.optimizer.apply_gradients(zip(second, weights, strict=True))
+        return {"one": one, "two": two}
+
+
+def sgd(**more):
+    return lambda: {"optimizer": keras.optimizers.SGD(0.1), **more}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_two_gradients_are_applied_after_both_were_taken(run_eagerly):
+    def program(strategy):
+        model, history = train(lambda: TwoGradients(True), (X, Y), strategy, compile=sgd(run_eagerly=run_eagerly))
+        assert history["one"][0] != history["one"][1]
+        return model.inner, [*history["one"], *history["two"]]
+
+    both_ways(program)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_gradient_taken_after_the_weights_have_changed_is_refused(run_eagerly):
+    message = "(?s)Expected the gradients of 'chain' to be taken before its weights change.*Received: .*'first/kernel"
+    with pytest.raises(ModelError, match=message):
+        train(
+            lambda: TwoGradients(False),
+            (X, Y),
+            tf_gpipe.GPipeStrategy(3, 3),
+            compile=sgd(run_eagerly=run_eagerly),
+        )
+
+
+def normed():
+    x = keras.Input([6])
+    y = layers.SpectralNormalization(layers.Dense(8, "tanh"), power_iterations=2)(x)
+    y = layers.SpectralNormalization(layers.Dense(8, "tanh"))(layers.Dense(8, "tanh")(y))
+    return keras.Model(x, layers.Dense(2)(y))
+
+
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+def test_spectral_normalisation_takes_place_once_for_all_micro_batches(remat):
+    plain = train(normed, (X, Y), batch_size=4, validation_data=(X, Y))
+    strategy = tf_gpipe.GPipeStrategy(3, 3, remat=remat)
+    piped = train(normed, (X, Y), strategy, batch_size=4, validation_data=(X, Y))
+    assert_same(plain, piped)
+    assert len({v.value.device for v in piped[0].variables}) == 3
+    assert piped[0].layers[1].vector_u.numpy().any()
+
+
+class TwoCalls(keras.Model):
+    """A discriminator is called twice in a step, on real and on made rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = normed()
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.inner.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self.inner(x, training=True) - y))
+            loss += ops.mean(ops.square(self.inner(1.0 - 2.0 * x, training=True) + y))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss_of_both": loss}
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_spectral_normalisation_of_two_calls_in_a_step(remat):
+    plain, piped = (
+        train(TwoCalls, (X, Y), strategy, compile=sgd())
+        for strategy in (None, tf_gpipe.GPipeStrategy(3, 3, remat=remat))
+    )
+    assert largest_difference(plain[0].inner, piped[0].inner) <= 1e-6
+    np.testing.assert_allclose(piped[1]["loss_of_both"], plain[1]["loss_of_both"], rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_spectral_normalisation_that_is_called_twice_by_a_model_is_refused(num_stages):
+    def make():
+        x, layer = keras.Input([6]), layers.SpectralNormalization(layers.Dense(6), name="normed")
+        return keras.Model(x, layers.Dense(2)(layer(layer(x))))
+
+    partition = [1, 2] if num_stages == 2 else "flops"
+    message = "Expected a SpectralNormalization to be called once in a step.*Received: 'normed', which is called again"
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        train(make, (X, Y), tf_gpipe.GPipeStrategy(num_stages, 2, partition=partition))
 
 
 # --- fit's other ways ---

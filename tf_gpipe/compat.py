@@ -15,6 +15,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
+| `get_read_write_resource_inputs` | whether an operation assigns a variable |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
@@ -78,6 +80,30 @@ def nodes_in_order(graph: keras.Function) -> Iterator[Node]:
         for node in graph._nodes_by_depth[depth]:
             if node.operation is not None and not node.is_input:
                 yield node
+
+
+def nodes_between(inputs: Sequence[keras.KerasTensor], outputs: Sequence[keras.KerasTensor]) -> list[Node]:
+    """The nodes that lead from inputs to outputs, in an order in which they can run.
+
+    `keras.Function` would find them too, but refuses operations that share a name, as layers of a subclassed model may.
+    """
+    known = {id(tensor) for tensor in inputs}
+    found: dict[int, Node] = {}  # in order; a node is here once all before it are
+    waiting = [(tensor, False) for tensor in reversed(outputs)]
+    while waiting:
+        tensor, entered = waiting.pop()
+        history = tensor._keras_history
+        node = history.operation._inbound_nodes[history.node_index]
+        if id(tensor) in known or id(node) in found:
+            continue
+        if node.is_input:
+            raise ValueError(f"'{tensor.name}' does not follow from the inputs")
+        if entered:
+            found[id(node)] = node
+        else:
+            waiting.append((tensor, True))
+            waiting += [(before, False) for before in reversed(node.input_tensors)]
+    return list(found.values())
 
 
 def node_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -464,6 +490,32 @@ def move_variable(variable: tf.Variable, device: str) -> None:
         copy = ResourceVariable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
         variable._handle = copy._handle
         variable._graph_key = copy._graph_key
+
+
+def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.Variable]]:
+    """Begins to watch variables; the function it returns tells which of them were assigned since, in this graph."""
+    variables = list(variables)
+    if tf.executing_eagerly():
+        values = [v.read_value() for v in variables]
+
+        def changed_value() -> list[tf.Variable]:
+            pairs = zip(variables, values, strict=True)
+            return [v for v, old in pairs if not np.array_equal(v.numpy(), old.numpy(), equal_nan=v.dtype.is_floating)]
+
+        return changed_value
+    graph = tf.compat.v1.get_default_graph()
+    handles = {id(graph.capture(v.handle)): v for v in variables}
+    done = len(graph.get_operations())
+
+    def assigned() -> list[tf.Variable]:
+        found = {}
+        for op in graph.get_operations()[done:] if tf.compat.v1.get_default_graph() is graph else []:
+            if any(id(tensor) in handles for tensor in op.inputs):
+                _, written = auto_control_deps_utils.get_read_write_resource_inputs(op)
+                found.update({id(tensor): handles[id(tensor)] for tensor in op.inputs if tensor in written})
+        return list(found.values())
+
+    return assigned
 
 
 def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras.Variable]]:

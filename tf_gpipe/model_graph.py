@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -86,6 +86,23 @@ class ConvertInput(keras.Operation):
         return keras.KerasTensor(self.spec.shape, self.spec.dtype)
 
 
+class AddLoss(keras.Operation):
+    """`self.add_loss(loss)` in the `call` of a subclassed model."""
+
+    def __init__(self, owner: keras.Model) -> None:
+        super().__init__(name="add_loss")
+        self.owner = owner
+
+    def call(self, loss: tf.Tensor) -> tf.Tensor:
+        """Adds the loss to the model's."""
+        self.owner.add_loss(loss)
+        return loss
+
+    def compute_output_spec(self, loss: keras.KerasTensor) -> keras.KerasTensor:
+        """Shape and dtype of the loss."""
+        return keras.KerasTensor(loss.shape, loss.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One call of one operation.
@@ -123,6 +140,11 @@ class Step:
     def layers(self) -> list[keras.Layer]:
         """The layer and all layers inside it; none for a bare operation such as `x + y`."""
         return compat.flatten_layers(self.operation)
+
+    @property
+    def loss_owners(self) -> list[keras.Layer]:
+        """Layers (or the model) that may add losses."""
+        return [self.operation.owner] if isinstance(self.operation, AddLoss) else self.layers
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -190,11 +212,10 @@ class _Builder:
         return f"{name}:{count}" if count else name
 
     def open(
-        self, graph: keras.Function, inputs: Sequence[Ref], prefix: str, training: bool | None = None
+        self, nodes: Iterable[compat.Node], refs: dict[int, Ref], prefix: str = "", training: bool | None = None
     ) -> dict[int, Ref]:
-        """Adds the steps of a graph whose inputs are known. Returns the refs of all its tensors by identity."""
-        refs = {id(tensor): ref for tensor, ref in zip(graph.inputs, inputs, strict=True)}
-        for node in compat.nodes_in_order(graph):
+        """Adds the steps of nodes in their order. Takes and returns the refs of tensors by identity."""
+        for node in nodes:
             args, kwargs = (
                 tree.map_structure(lambda leaf: refs[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, part)
                 for part in compat.node_arguments(node)
@@ -203,7 +224,9 @@ class _Builder:
             if inner is not None:
                 path = self.unique(f"{prefix}{node.operation.name}")
                 flag = kwargs.get("training") if training is None else training
-                found = self.open(inner, self.enter(inner, args[0], kwargs.get("mask"), path), f"{path}/", flag)
+                entered = self.enter(inner, args[0], kwargs.get("mask"), path)
+                known = {id(tensor): ref for tensor, ref in zip(inner.inputs, entered, strict=True)}
+                found = self.open(compat.nodes_in_order(inner), known, f"{path}/", flag)
                 outputs = [found[id(tensor)] for tensor in inner.outputs]
                 for ref in outputs if isinstance(node.operation, keras.Sequential) else []:
                     self.specs[ref] = self.specs[ref].of_any_batch()
@@ -278,13 +301,14 @@ def build(model: keras.Model, inputs: Any = None, training: bool | None = None) 
         ValueError: the model has no operations, or a subclassed model's `call` cannot be followed.
     """
     graph = compat.graph_of(model)
+    nodes: Iterable[compat.Node]
     if graph is not None:
-        structure = compat.output_structure(graph)
+        tensors, nodes, structure = graph.inputs, compat.nodes_in_order(graph), compat.output_structure(graph)
     else:
-        graph, structure = _follow(model, inputs, training)
+        tensors, nodes, structure = _follow(model, inputs, training)
     builder = _Builder()
-    inputs_refs = tuple(builder.new_ref(tensor) for tensor in graph.inputs)
-    refs = builder.open(graph, inputs_refs, prefix="")
+    inputs_refs = tuple(builder.new_ref(tensor) for tensor in tensors)
+    refs = builder.open(nodes, {id(tensor): ref for tensor, ref in zip(tensors, inputs_refs, strict=True)})
     outputs = tree.map_structure(lambda tensor: refs[id(tensor)], structure)
     if compat.graph_of(model) is not None and isinstance(outputs, list | tuple) and len(outputs) == 1:
         outputs = outputs[0]  # as Keras does
@@ -306,20 +330,14 @@ def _refuse(model: keras.Model, step: Step) -> None:
             f"Received: '{step.name}' of '{model.name}' was made inside one. Make the model without it: "
             "GPipeStrategy rematerialises by itself, see its argument `remat`."
         )
-    for layer in step.layers:
-        if isinstance(layer, keras.layers.SpectralNormalization):
-            raise ModelError(
-                f"Expected layers that leave their weights alone while they run. Received: '{step.name}' of "
-                f"'{model.name}' is a SpectralNormalization, which assigns its kernel at each call, so that "
-                "micro-batches would see different weights. Replace it by a kernel constraint, or train without it."
-            )
 
 
 def check_splittable(graph: ModelGraph, num_micro_batches: int) -> None:
     """Raises where a model was made for one batch size only, which micro-batches do not have.
 
     Raises:
-        ValueError: an input with a fixed batch size, or a stateful recurrent layer, with more than one micro-batch.
+        ValueError: with more than one micro-batch, an input with a fixed batch size, a stateful recurrent layer, or a
+            weight that is overwritten by its gradient (those of float8 layers apart, for which the rule is known).
     """
     if num_micro_batches == 1:
         return
@@ -339,34 +357,56 @@ def check_splittable(graph: ModelGraph, num_micro_batches: int) -> None:
                     f"'{graph.model.name}' with stateful=True, whose state belongs to the rows of a whole mini-batch. "
                     "Set stateful=False, or num_micro_batches=1."
                 )
+            for v in layer.trainable_weights:
+                if v.overwrite_with_gradient and layer.quantization_mode != "float8":
+                    raise ModelError(
+                        f"Expected gradients that can be added over micro-batches. Received: '{v.path}' of "
+                        f"'{graph.model.name}' with overwrite_with_gradient=True, whose gradient is its new value. Use "
+                        "a variable that is not trained and assign it in the layer, or set num_micro_batches=1."
+                    )
 
 
-def _follow(model: keras.Model, inputs: Any, training: bool | None) -> tuple[keras.Function, Any]:
-    """Runs the `call` of a subclassed model on symbolic inputs and returns its graph and the outputs' structure."""
+def _symbolic(tensor: Any) -> keras.KerasTensor | None:
+    """A symbolic input for a tensor; None for an optional input that is not there."""
+    if tensor is None:
+        return None
+    return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=keras.backend.standardize_dtype(tensor.dtype))
+
+
+def _follow(
+    model: keras.Model, inputs: Any, training: bool | None
+) -> tuple[list[keras.KerasTensor], list[compat.Node], Any]:
+    """Runs the `call` of a subclassed model on symbolic inputs: these, flat, the nodes, and the outputs' structure."""
     if inputs is None:
         raise ModelError(
             f"Expected the inputs of '{model.name}' to be known, since it is a subclassed model whose `call` must be "
             "followed. Received: none. Call it once on data first: `model.fit`, or `strategy.run(model, (x,))`."
         )
-    symbolic = tree.map_structure(
-        lambda t: keras.Input(batch_shape=(None, *t.shape[1:]), dtype=keras.backend.standardize_dtype(t.dtype)), inputs
-    )
+    symbolic = tree.map_structure(_symbolic, inputs)
     call = type(model).call.__get__(model)  # not `model.call`, which the strategy replaces while the model is called
     takes_training = "training" in inspect.signature(call).parameters
     known = {"training": training} if takes_training and training is not None else {}
+    losses: list[keras.KerasTensor] = []
+
+    def add_loss(loss: Any) -> None:
+        if not all(isinstance(tensor, keras.KerasTensor) for tensor in tree.flatten(loss)):
+            raise TypeError(f"a loss that does not follow from the inputs was added: {loss!r}")
+        losses.extend(AddLoss(model)(tensor) for tensor in tree.flatten(loss))
+
     try:
-        with compat.call_context(model, training):
+        with compat.call_context(model, training), compat.replaced(model, "add_loss", add_loss):
             outputs = call(symbolic, **known)
         flat = tree.flatten(outputs)
         if not flat or not all(isinstance(tensor, keras.KerasTensor) for tensor in flat):
             raise TypeError(f"`call` returned {outputs!r}")
-        return keras.Function(tree.flatten(symbolic), flat), outputs
+        known_tensors = [tensor for tensor in tree.flatten(symbolic) if tensor is not None]
+        return known_tensors, compat.nodes_between(known_tensors, [*flat, *losses]), outputs
     except Exception as error:
         raise ModelError(
             f"Expected a model whose operations can be followed, to cut it into stages: a Sequential or Functional "
             f"model, or a subclassed one whose `call` uses only layers and `keras.ops`. Received: '{model.name}' "
             f"({type(model).__name__}), whose `call` failed on symbolic inputs with {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
-            "Replace operations of TensorFlow by those of `keras.ops`, put what cannot be replaced (and `add_loss`) "
-            "into a layer of its own, or build the model with the functional API: `keras.Model(inputs, outputs)`."
+            "Replace operations of TensorFlow by those of `keras.ops`, put what cannot be replaced into a "
+            "layer of its own, or build the model with the functional API: `keras.Model(inputs, outputs)`."
         ) from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
-from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs, zero_sums
+from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_gradient, add_note, flatten_inputs, zero_sums
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -110,6 +111,7 @@ class _Call:
         self._find_needs()
         kept = self._kept_micro_batches() if recording and self.training else set()
         with compat.stop_recording():
+            self._normalise_kernels()
             self._run_forward(kept)
             outputs = self._gather_outputs()
             losses = self._pool_losses()
@@ -153,6 +155,15 @@ class _Call:
         if tensor is None:
             return None
         return tf.TensorSpec([self.rows.static_size, *tensor.shape[1:]], tensor.dtype)
+
+    def _normalise_kernels(self) -> None:
+        done: list[keras.layers.SpectralNormalization] = []
+        for forward in self.forwards:
+            for layer in forward.normalised:
+                state.refuse_repeated_normalisation(layer, done)
+                done.append(layer)
+                with tf.device(compat.raw_variable(layer.kernel).device):
+                    state.normalise_kernel(layer)
 
     def _find_needs(self) -> None:
         """Which boundary tensors a gradient is of use for."""
@@ -269,7 +280,11 @@ class _Call:
         if not weights and not inputs:
             return
 
+        fixed = {id(compat.raw_variable(v)) for forward in self.forwards for v in forward.states}
+        assigned = compat.watch_assignments([w for w in weights if id(w) not in fixed])
+
         def gradient(*d_outputs: tf.Tensor) -> list[Any]:
+            _refuse_assigned(assigned(), self.graph.model.name)
             with compat.stop_recording():
                 backward = _BackwardPass(self, d_outputs)
                 backward.run()
@@ -285,6 +300,17 @@ def _host_of(inputs: Sequence[tf.Tensor | None]) -> str | None:
     """Where a mini-batch is split: where it was made, if that is known, else on the host, which it comes from."""
     made = {tensor.device for tensor in inputs if tensor is not None}
     return made.pop() or "/CPU:0" if len(made) == 1 else "/CPU:0"
+
+
+def _refuse_assigned(variables: Sequence[tf.Variable], name: str) -> None:
+    """The backward pass reads the weights again, and would take them as they have become."""
+    if variables:
+        listed = ", ".join(f"'{v.name}'" for v in variables[:3]) + (", …" if len(variables) > 3 else "")
+        raise ModelError(
+            f"Expected the gradients of '{name}' to be taken before its weights change, since the backward pass runs "
+            f"the stages again. Received: {listed}, assigned since the model was called. Take all gradients of the "
+            "step first, then apply them."
+        )
 
 
 def _refuse_second_derivative(
@@ -429,6 +455,8 @@ class _BackwardPass:
         if not parts:
             return None
         with tf.device(compat.raw_variable(variable).device):
+            if variable.overwrite_with_gradient:
+                return functools.reduce(functools.partial(add_gradient, variable), parts)
             return _add_gradients(parts)
 
 

@@ -13,6 +13,7 @@ gradient, adding each weight's gradient to the running sum it is given. The func
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -57,6 +58,7 @@ class Forward:
         losses: dtype of each loss that a layer made.
         loss_owners: that layer.
         moments_of: the batch-norm layer of each group of moments.
+        normalised: layers whose kernels are to be normalised before the first micro-batch.
     """
 
     function: Callable[..., list[tf.Tensor]]
@@ -66,6 +68,7 @@ class Forward:
     losses: tuple[tf.DType, ...]
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
+    normalised: tuple[keras.layers.SpectralNormalization, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +104,12 @@ class Kept:
     """A forward function that also returns what its backward pass needs, and that backward pass.
 
     Attributes:
-        forward: as for any forward pass; its function returns `num_residuals` more tensors at the end.
-        num_residuals: how many.
+        forward: as for any forward pass; its function returns the residuals at the end.
         backward: takes the residuals, where there are any, in place of inputs, masks and state.
         traced: what `backward` was made of, which must live as long.
     """
 
     forward: Forward
-    num_residuals: int
     backward: Backward
     traced: residuals.Residuals
 
@@ -123,6 +124,7 @@ class _Body:
     losses: list[tf.Tensor]
     loss_owners: list[keras.Layer]
     moments: list[state.Moments]
+    normalised: list[keras.layers.SpectralNormalization]
     assigned: dict[int, keras.Variable]
 
     @property
@@ -177,9 +179,11 @@ class Stage:
         while True:
             states = tuple(known.values())
             function, body = self._trace_forward_with(signature, states)
-            if set(body.assigned) <= set(known):
+            # A kernel that another call of this step may normalise again is taken as it is in this call.
+            kernels = {id(layer.kernel): layer.kernel for layer in body.normalised}
+            if set(body.assigned) | set(kernels) <= set(known):
                 break
-            known.update(body.assigned)  # variables assigned beside seeds: trace again with them as inputs
+            known.update(body.assigned | kernels)  # state beside seeds: trace again with it as input
         state.refuse_impure(function.graph, self.plan.index, self.plan.operations)
         self._refuse_assigned_weights(body.assigned, signature)
         return Forward(
@@ -190,6 +194,7 @@ class Stage:
             tuple(loss.dtype for loss in body.losses),
             tuple(body.loss_owners),
             tuple(m.layer for m in body.moments),
+            tuple(body.normalised),
         )
 
     def _trace_forward_with(self, signature: Signature, states: Sequence[keras.Variable]) -> tuple[Any, _Body]:
@@ -235,18 +240,19 @@ class Stage:
         self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
     ) -> Backward:
         forward = self.forward(signature)
-        sums = _Sums([compat.raw_variable(v) for v in self.trained(signature)])
+        sums = _Sums(self.trained(signature))
         d_specs = _gradient_specs(forward, d_values, d_losses)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
             values, masks, states, rest = _unflatten(flat, signature, len(forward.states))
             sources = [v for v, there in zip(values, wanted, strict=True) if there]
+            sources += self._weight_sources(signature, forward.states, states)
             with tf.GradientTape() as tape:
                 tape.watch(sources)
                 body = self._run(values, masks, signature.training, forward.states, states)
             targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
             targets += [loss for loss, there in zip(body.losses, d_losses, strict=True) if there]
-            gradients = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(rest[: len(d_specs)]))
+            gradients = tape.gradient(targets, sources, output_gradients=list(rest[: len(d_specs)]))
             return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
 
         function = self._trace(backward, [*_input_specs(signature, forward.states), *d_specs, *sums.specs])
@@ -260,7 +266,7 @@ class Stage:
 
     def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         plain = self.forward(signature)
-        sums = _Sums([compat.raw_variable(v) for v in self.trained(signature)])
+        sums = _Sums(self.trained(signature))
         is_float = tuple(spec is not None and spec.dtype.is_floating for spec in plain.values)
         d_specs = _gradient_specs(plain, is_float, (True,) * len(plain.loss_owners))
         traced: list[residuals.Residuals] = []
@@ -268,6 +274,7 @@ class Stage:
         def forward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
             values, masks, given, _ = _unflatten(flat, signature, len(plain.states))
             sources = [v for v, there in zip(values, wanted, strict=True) if there]
+            sources += self._weight_sources(signature, plain.states, given)
             with tf.GradientTape() as tape:
                 tape.watch(sources)
                 body = self._run(values, masks, signature.training, plain.states, given)
@@ -275,7 +282,7 @@ class Stage:
                 targets += body.losses
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
-                made = tape.gradient(targets, [*sources, *sums.weights], output_gradients=list(d_outputs))
+                made = tape.gradient(targets, sources, output_gradients=list(d_outputs))
                 return sums.sort(made, wanted)
 
             traced.append(residuals.trace(gradient, d_specs))
@@ -290,14 +297,20 @@ class Stage:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
-            return Kept(plain, 0, self.backward(signature, wanted, is_float, (True,) * len(plain.losses)), traced[-1])
+            return Kept(plain, self.backward(signature, wanted, is_float, (True,) * len(plain.losses)), traced[-1])
         backward = self._trace(backward_kept, [*specs, *d_specs, *sums.specs])
         return Kept(
             dataclasses.replace(plain, function=forward),
-            len(specs),
             Backward(backward, sums.inputs, sums.dense, sums.sparse),
             traced[-1],
         )
+
+    def _weight_sources(
+        self, signature: Signature, states: Sequence[keras.Variable], given: Sequence[tf.Tensor]
+    ) -> list[Any]:
+        """What the gradients of the trained weights are taken by: the variables, or their values among the states."""
+        values = {id(v): value for v, value in zip(states, given, strict=True)}
+        return [values.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
 
     # --- the body ---
 
@@ -316,8 +329,12 @@ class Stage:
             if value is not None and mask is not None:
                 compat.set_keras_mask(value, mask)
         scope = compat.RecordingScope(list(zip(states, given, strict=True)))
-        collecting = state.collected_moments(self.layers if training else [])
-        with compat.route_models(None), compat.call_context(plan.graph.model, training), scope, collecting as moments:
+        with contextlib.ExitStack() as during_run:
+            during_run.enter_context(compat.route_models(None))
+            during_run.enter_context(compat.call_context(plan.graph.model, training))
+            during_run.enter_context(scope)
+            moments = during_run.enter_context(state.collected_moments(self.layers if training else []))
+            normalised = during_run.enter_context(state.kernels_left_alone(self.layers))
             for step in plan.steps:
                 try:
                     step.run(made, training)
@@ -335,13 +352,14 @@ class Stage:
             list(scope.losses),
             loss_owners,
             moments,
+            normalised,
             {key: v for key, v in scope.assigned.items() if key not in pooled},
         )
 
     def _take_loss_owners(self, losses: Sequence[tf.Tensor]) -> list[keras.Layer]:
         owners = []
         for loss in losses:
-            owner = next(layer for layer in self.layers if id(loss) in compat.losses_of(layer))
+            owner = next(o for step in self.plan.steps for o in step.loss_owners if id(loss) in compat.losses_of(o))
             compat.losses_of(owner).discard(id(loss))
             owners.append(owner)
         return owners
@@ -377,7 +395,7 @@ class Stage:
 class _Sums:
     """How a stage's gradients are laid out: those of its inputs, sums of dense weights, slices of sparse ones."""
 
-    def __init__(self, weights: Sequence[tf.Variable]) -> None:
+    def __init__(self, weights: Sequence[keras.Variable]) -> None:
         self.weights = list(weights)
         self.inputs: tuple[int, ...] = ()
         self.dense: tuple[int, ...] = ()
@@ -386,7 +404,7 @@ class _Sums:
     @property
     def specs(self) -> list[tf.TensorSpec]:
         """A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all."""
-        return [tf.TensorSpec(None, _sum_dtype(w.dtype)) for w in self.weights]
+        return [tf.TensorSpec(None, _sum_dtype(v)) for v in self.weights]
 
     def sort(self, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[tf.Tensor]:
         """Flat tensors of the gradients of the wanted inputs and the weights, leaving out what is unconnected."""
@@ -403,7 +421,7 @@ class _Sums:
         """What a backward function returns: as `sort`, with the dense gradients added to the sums so far."""
         made = list(flat)
         for at, i in enumerate(self.dense, start=len(self.inputs)):
-            made[at] = sums[i] + tf.cast(made[at], sums[i].dtype)
+            made[at] = add_gradient(self.weights[i], sums[i], tf.cast(made[at], sums[i].dtype))
         return made
 
 
@@ -421,10 +439,20 @@ def flatten_inputs(
 
 def zero_sums(weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """Where the running sums of gradients start: scalars, in float32 for 16-bit weights."""
-    return [tf.zeros([], _sum_dtype(tf.as_dtype(v.dtype))) for v in weights]
+    return [tf.zeros([], _sum_dtype(v)) for v in weights]
 
 
-def _sum_dtype(dtype: tf.DType) -> tf.DType:
+def add_gradient(variable: keras.Variable, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    """Adds a micro-batch's gradient.
+
+    The "gradient" of a float8 scale or history is its new value, the largest magnitude seen, which the optimizer
+    assigns; so the largest of all micro-batches is that of the mini-batch.
+    """
+    return tf.maximum(total, gradient) if variable.overwrite_with_gradient else total + gradient
+
+
+def _sum_dtype(variable: keras.Variable) -> tf.DType:
+    dtype = tf.as_dtype(variable.dtype)
     return tf.float32 if dtype.size == 2 else dtype
 
 

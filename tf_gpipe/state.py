@@ -7,7 +7,8 @@ belong to layers, so that results do not depend on the number of stages, and one
 
 Batch normalisation is the exception: each micro-batch is normalised with its own mean and variance, and these are
 pooled over the mini-batch, from the number of values each was taken over, before the moving averages move once
-(Huang et al. 2019, GPipe, section 2.2; arXiv:1811.06965).
+(Huang et al. 2019, GPipe, section 2.2; arXiv:1811.06965). Spectral normalisation is another: a layer that assigns its
+kernel does so before the first micro-batch, so that all of them see the same.
 """
 
 from __future__ import annotations
@@ -115,6 +116,49 @@ def update_moving_averages(
         moving = tf.cast(raw, value.dtype)
         moved = moving * layer.momentum + value * (1.0 - layer.momentum)
         raw.assign(tf.cast(tf.where(count > 0, moved, moving), raw.dtype))
+
+
+@contextlib.contextmanager
+def kernels_left_alone(layers: Sequence[keras.Layer]) -> Iterator[list[keras.layers.SpectralNormalization]]:
+    """Keeps layers from normalising their kernels while a stage is traced; collects those that a training call would.
+
+    Raises:
+        ValueError: a layer is called twice, and plain Keras would give each call a kernel of its own.
+    """
+    found: list[keras.layers.SpectralNormalization] = []
+
+    def call_of(layer: keras.layers.SpectralNormalization) -> Any:
+        def call(inputs: tf.Tensor, training: bool | None = False) -> tf.Tensor:
+            if training:
+                refuse_repeated_normalisation(layer, found)
+                found.append(layer)
+            return type(layer).call(layer, inputs, training=False)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, keras.layers.SpectralNormalization):
+                stack.enter_context(compat.replaced(layer, "call", call_of(layer)))
+        yield found
+
+
+def refuse_repeated_normalisation(
+    layer: keras.layers.SpectralNormalization, before: Sequence[keras.layers.SpectralNormalization]
+) -> None:
+    """Raises where a kernel would be normalised twice in one step."""
+    if any(layer is other for other in before):
+        raise ModelError(
+            f"Expected a SpectralNormalization to be called once in a step, since its kernel is normalised once for "
+            f"all micro-batches. Received: '{layer.name}', which is called again. Use a second layer, or train without "
+            "it."
+        )
+
+
+def normalise_kernel(layer: keras.layers.SpectralNormalization) -> None:
+    """Does to a layer's kernel what its training call does, once for a mini-batch."""
+    with compat.call_context(layer, training=True), compat.replaced(layer, "layer", tf.identity):
+        type(layer).call(layer, tf.zeros([]), training=True)
 
 
 # Of `tf.random`, of `tf.random.Generator`, and of losses and image operations that draw.

@@ -12,7 +12,7 @@ import functools
 import numbers
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import keras
@@ -21,7 +21,7 @@ from keras import tree
 
 from tf_gpipe import compat, model_graph
 from tf_gpipe.devices import stage_devices
-from tf_gpipe.errors import ArgumentError, ModelError
+from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import REMAT_MODES, Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, make_plan
@@ -197,10 +197,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         graph = compat.graph_of(model)
         key: Any = graph
         if graph is None:
-            kinds = (
-                tree.map_structure(lambda t: (tuple(t.shape[1:]), t.dtype.name), inputs) if inputs is not None else None
-            )
-            key = (bool(training), repr(kinds))
+            key = (bool(training), repr(tree.map_structure(_kind, inputs)))
         if key not in known:
             # A second pipeline of a model leaves its variables where they are: functions traced before know them there.
             plan = next(iter(known.values())).plan if graph is None and known else self.plan(model, inputs)
@@ -225,26 +222,36 @@ class GPipeStrategy(tf.distribute.Strategy):
         _build_if_needed(model, args, kwargs)
 
         def pipelined(inputs: Any, training: bool | None = None, mask: Any = None, **more: Any) -> Any:
-            _refuse_arguments(model, more)
-            graph = compat.graph_of(model)
-            if graph is None:
-                inputs = tree.map_structure(tf.convert_to_tensor, inputs)
-                flat = tree.flatten(inputs)
-            else:
-                flat = compat.standardize_inputs(graph, inputs)
-            for tensor, part in zip(flat, tree.flatten(mask), strict=False):
-                if part is not None:
-                    compat.set_keras_mask(tensor, part)
-            _check_dense(model, flat)
-            pipeline = self._pipeline(model, inputs, training)
-            during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
-            result = pipeline(flat, training)
-            for owner, loss in result.losses:
-                compat.hand_back_loss(owner, loss)
-            return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
+            try:
+                _refuse_arguments(model, more)
+                return self._call_pipeline(during_run, model, inputs, training, mask)
+            except GPipeError as error:
+                compat.keep_exception(error)  # it says what to do; Keras would add a list of arguments
+                raise
 
         with self._calling, compat.replaced(model, "call", pipelined):
             return plain(*args, **kwargs)
+
+    def _call_pipeline(
+        self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
+    ) -> Any:
+        graph = compat.graph_of(model)
+        if graph is None:
+            _check_dense(model, tree.flatten_with_path(inputs))
+            inputs = tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), inputs)
+            flat = [leaf for leaf in tree.flatten(inputs) if leaf is not None]
+        else:
+            flat = compat.standardize_inputs(graph, inputs)
+            _check_dense(model, zip([tensor.name for tensor in graph.inputs], flat, strict=True))
+        for tensor, part in zip(flat, tree.flatten(mask), strict=False):
+            if part is not None:
+                compat.set_keras_mask(tensor, part)
+        pipeline = self._pipeline(model, inputs, training)
+        during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
+        result = pipeline(flat, training)
+        for owner, loss in result.losses:
+            compat.hand_back_loss(owner, loss)
+        return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
 
 
 class _Scope:
@@ -343,10 +350,11 @@ def _place_variables(plan: Plan, model: keras.Model) -> None:
 
 
 def _is_built(model: keras.Model) -> bool:
-    graph = compat.graph_of(model)
-    return all(layer.built for layer in compat.flatten_layers(model)) and not (
-        isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call and graph is None
-    )
+    """Whether a model's operations are known; layers that no call has used yet may still be without weights."""
+    if compat.graph_of(model) is not None:
+        return True
+    is_open = isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call
+    return bool(model.built) and not is_open
 
 
 @contextlib.contextmanager
@@ -372,13 +380,23 @@ def _prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
 
 def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
     """Builds a model that is called for the first time, with symbolic inputs and without a batch size."""
-    if _is_built(model):
+    if all(layer.built for layer in compat.flatten_layers(model)) and _is_built(model):
         return
     specs = tree.map_structure(
-        lambda t: keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), args[0]
+        lambda t: (
+            None if t is None else keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype))
+        ),
+        args[0],
     )
-    with tf.init_scope():
+    # Of a model that was called before, a layer may be left that this kind of call builds, or none does.
+    unless_needed = contextlib.suppress(Exception) if _is_built(model) else contextlib.nullcontext()
+    with tf.init_scope(), unless_needed:
         compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
+
+
+def _kind(tensor: Any) -> tuple[tuple[int | None, ...], str] | None:
+    """What a subclassed model is followed for: the shape of a row and the dtype of an input."""
+    return None if tensor is None else (tuple(tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
 
 
 def _check_compiled(model: keras.Model) -> None:
@@ -415,12 +433,14 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "")
         raise ArgumentError(f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}.")
 
 
-def _check_dense(model: keras.Model, tensors: Sequence[Any]) -> None:
-    for index, tensor in enumerate(tensors):
+def _check_dense(model: keras.Model, named: Iterable[tuple[Any, Any]]) -> None:
+    """Raises for an input that cannot be split by rows; it has a name, or a path of keys and positions."""
+    for name, tensor in named:
         if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+            shown = f"'{name}'" if isinstance(name, str) else "".join(f"[{key!r}]" for key in name)
             raise ModelError(
                 f"Expected dense tensors as inputs of '{model.name}'. Received: a {type(tensor).__name__} as input "
-                f"{index}. Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
+                f"{shown}. Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
             )
 
 
