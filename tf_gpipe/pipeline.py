@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, state
+from tf_gpipe import compat, gradients, state
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
-from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_gradient, add_note, flatten_inputs, zero_sums
+from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -314,10 +313,10 @@ def _refuse_assigned(variables: Sequence[tf.Variable], name: str) -> None:
 
 
 def _refuse_second_derivative(
-    gradients: Sequence[Any], inputs: Sequence[tf.Tensor], weights: Sequence[tf.Variable], name: str
+    results: Sequence[Any], inputs: Sequence[tf.Tensor], weights: Sequence[tf.Variable], name: str
 ) -> None:
     """A tape around the tape would miss the path through the stages; it gets an error instead of a wrong number."""
-    made = [tensor for g in gradients if g is not None for tensor in tf.nest.flatten(g, expand_composites=True)]
+    made = [tensor for g in results if g is not None for tensor in tf.nest.flatten(g, expand_composites=True)]
     made = [tensor for tensor in made if tensor.dtype.is_floating]
 
     def refuse(*_: Any) -> list[Any]:
@@ -377,7 +376,7 @@ class _BackwardPass:
         self.d_losses = []
         for forward in call.forwards:
             self.d_losses.append([given.pop(0) for _ in forward.loss_owners])
-        self.sums = [zero_sums(s.trained(sig)) for s, sig in zip(call.stages, call.signatures, strict=True)]
+        self.sums = [gradients.zero_sums(s.trained(sig)) for s, sig in zip(call.stages, call.signatures, strict=True)]
         self.dense: list[set[int]] = [set() for _ in call.stages]
         self.sparse: list[dict[int, list[tf.IndexedSlices]]] = [{} for _ in call.stages]
 
@@ -455,19 +454,4 @@ class _BackwardPass:
         if not parts:
             return None
         with tf.device(compat.raw_variable(variable).device):
-            if variable.overwrite_with_gradient:
-                return functools.reduce(functools.partial(add_gradient, variable), parts)
-            return _add_gradients(parts)
-
-
-def _add_gradients(parts: list[Any]) -> tf.Tensor | tf.IndexedSlices:
-    """Sum of gradients; slices stay slices, since Keras's optimizers treat them by another rule than dense ones."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(part, tf.IndexedSlices) for part in parts):
-        return tf.IndexedSlices(
-            tf.concat([part.values for part in parts], axis=0),
-            tf.concat([tf.cast(part.indices, tf.int64) for part in parts], axis=0),
-            parts[0].dense_shape,
-        )
-    return tf.add_n([tf.convert_to_tensor(part) for part in parts])
+            return gradients.total(variable, parts)

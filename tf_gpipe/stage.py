@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tf_gpipe import compat, residuals, state
 from tf_gpipe.errors import ModelError
+from tf_gpipe.gradients import GradientSums
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
 
@@ -240,16 +241,11 @@ class Stage:
         self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
     ) -> Backward:
         forward = self.forward(signature)
-        sums = _Sums(self.trained(signature))
+        sums = GradientSums(self.trained(signature))
         d_specs = _gradient_specs(forward, d_values, d_losses)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
-            values, masks, states, rest = _unflatten(flat, signature, len(forward.states))
-            sources = [v for v, there in zip(values, wanted, strict=True) if there]
-            sources += self._weight_sources(signature, forward.states, states)
-            with tf.GradientTape() as tape:
-                tape.watch(sources)
-                body = self._run(values, masks, signature.training, forward.states, states)
+            tape, body, sources, rest = self._run_recorded(flat, signature, forward.states, wanted)
             targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
             targets += [loss for loss, there in zip(body.losses, d_losses, strict=True) if there]
             gradients = tape.gradient(targets, sources, output_gradients=list(rest[: len(d_specs)]))
@@ -266,20 +262,15 @@ class Stage:
 
     def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         plain = self.forward(signature)
-        sums = _Sums(self.trained(signature))
+        sums = GradientSums(self.trained(signature))
         is_float = tuple(spec is not None and spec.dtype.is_floating for spec in plain.values)
         d_specs = _gradient_specs(plain, is_float, (True,) * len(plain.loss_owners))
         traced: list[residuals.Residuals] = []
 
         def forward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
-            values, masks, given, _ = _unflatten(flat, signature, len(plain.states))
-            sources = [v for v, there in zip(values, wanted, strict=True) if there]
-            sources += self._weight_sources(signature, plain.states, given)
-            with tf.GradientTape() as tape:
-                tape.watch(sources)
-                body = self._run(values, masks, signature.training, plain.states, given)
-                targets = [v for v, there in zip(body.values, is_float, strict=True) if there]
-                targets += body.losses
+            tape, body, sources, _ = self._run_recorded(flat, signature, plain.states, wanted)
+            targets = [v for v, there in zip(body.values, is_float, strict=True) if there]
+            targets += body.losses
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                 made = tape.gradient(targets, sources, output_gradients=list(d_outputs))
@@ -305,14 +296,24 @@ class Stage:
             traced[-1],
         )
 
-    def _weight_sources(
-        self, signature: Signature, states: Sequence[keras.Variable], given: Sequence[tf.Tensor]
-    ) -> list[Any]:
-        """What the gradients of the trained weights are taken by: the variables, or their values among the states."""
-        values = {id(v): value for v, value in zip(states, given, strict=True)}
-        return [values.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
-
     # --- the body ---
+
+    def _run_recorded(
+        self, flat: Sequence[tf.Tensor], signature: Signature, states: Sequence[keras.Variable], wanted: Sequence[bool]
+    ) -> tuple[tf.GradientTape, _Body, list[Any], Sequence[tf.Tensor]]:
+        """Runs the stage's operations on a tape.
+
+        Returns the tape, what the stage gave, the sources of gradients (the wanted inputs, then the trained weights, as
+        variables or as their values among the states), and what is left of `flat`.
+        """
+        values, masks, given, rest = _unflatten(flat, signature, len(states))
+        known = {id(v): value for v, value in zip(states, given, strict=True)}
+        sources = [v for v, there in zip(values, wanted, strict=True) if there]
+        sources += [known.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            body = self._run(values, masks, signature.training, states, given)
+        return tape, body, sources, rest
 
     def _run(
         self,
@@ -392,39 +393,6 @@ class Stage:
             return compat.PlacedFunction(function.get_concrete_function(), self.device)
 
 
-class _Sums:
-    """How a stage's gradients are laid out: those of its inputs, sums of dense weights, slices of sparse ones."""
-
-    def __init__(self, weights: Sequence[keras.Variable]) -> None:
-        self.weights = list(weights)
-        self.inputs: tuple[int, ...] = ()
-        self.dense: tuple[int, ...] = ()
-        self.sparse: tuple[int, ...] = ()
-
-    @property
-    def specs(self) -> list[tf.TensorSpec]:
-        """A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all."""
-        return [tf.TensorSpec(None, _sum_dtype(v)) for v in self.weights]
-
-    def sort(self, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[tf.Tensor]:
-        """Flat tensors of the gradients of the wanted inputs and the weights, leaving out what is unconnected."""
-        positions = [i for i, there in enumerate(wanted) if there]
-        d_inputs = [(i, d) for i, d in zip(positions, gradients, strict=False) if d is not None]
-        d_weights = list(enumerate(gradients[len(positions) :]))
-        dense = [(i, d) for i, d in d_weights if isinstance(d, tf.Tensor)]
-        sparse = [(i, d) for i, d in d_weights if isinstance(d, tf.IndexedSlices)]
-        self.inputs, self.dense, self.sparse = (tuple(i for i, _ in part) for part in (d_inputs, dense, sparse))
-        slices = [part for _, d in sparse for part in (d.values, d.indices)]
-        return [*(tf.convert_to_tensor(d) for _, d in d_inputs), *(d for _, d in dense), *slices]
-
-    def add(self, flat: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What a backward function returns: as `sort`, with the dense gradients added to the sums so far."""
-        made = list(flat)
-        for at, i in enumerate(self.dense, start=len(self.inputs)):
-            made[at] = add_gradient(self.weights[i], sums[i], tf.cast(made[at], sums[i].dtype))
-        return made
-
-
 def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
     specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
     return [*specs, *(tf.TensorSpec([], d) for d, there in zip(forward.losses, d_losses, strict=True) if there)]
@@ -435,25 +403,6 @@ def flatten_inputs(
 ) -> list[tf.Tensor]:
     """The flat tensors that a stage's functions begin with."""
     return [*_present(values), *_present(masks), *states]
-
-
-def zero_sums(weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Where the running sums of gradients start: scalars, in float32 for 16-bit weights."""
-    return [tf.zeros([], _sum_dtype(v)) for v in weights]
-
-
-def add_gradient(variable: keras.Variable, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-    """Adds a micro-batch's gradient.
-
-    The "gradient" of a float8 scale or history is its new value, the largest magnitude seen, which the optimizer
-    assigns; so the largest of all micro-batches is that of the mini-batch.
-    """
-    return tf.maximum(total, gradient) if variable.overwrite_with_gradient else total + gradient
-
-
-def _sum_dtype(variable: keras.Variable) -> tf.DType:
-    dtype = tf.as_dtype(variable.dtype)
-    return tf.float32 if dtype.size == 2 else dtype
 
 
 def _present(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
