@@ -397,3 +397,50 @@ def test_the_plan_of_a_subclassed_model_needs_its_inputs():
     with pytest.raises(ValueError, match="Expected the inputs of 'branching.*' to be known"):
         tf_gpipe.GPipeStrategy(2, 1).plan(model)
     assert operations(tf_gpipe.GPipeStrategy(4, 1).plan(model, x)) == [["a"], ["b"], ["c"], ["d"]]
+
+
+# --- models that share layers ---
+
+
+def test_a_model_follows_the_variables_that_another_has_placed():
+    strategy = tf_gpipe.GPipeStrategy(4, 2)
+    with strategy.scope():
+        x = keras.Input([6])
+        body = [layers.Dense(8, "tanh", name=f"body_{i}") for i in range(4)]
+        y = x
+        for layer in body:
+            y = layer(y)
+        first = keras.Model(x, layers.Dense(8, name="head")(y))
+        half = keras.Model(x, body[1].output, name="half")
+        second = keras.Model(x, layers.Dense(2, name="other")(layers.Activation("relu")(y)))
+    placed = strategy.place(first)
+    before = [weight.value.device for weight in first.weights]
+    assert [stage.operations for stage in placed.stages] == [["body_0", "body_1"], ["body_2"], ["body_3"], ["head"]]
+    plan = strategy.place(half)
+    assert [stage.operations for stage in plan.stages] == [["body_0", "body_1"], [], [], []]
+    assert "2 operations of 'half'" in str(plan)
+    plan = strategy.place(second)
+    assert [stage.operations[:1] for stage in plan.stages] == [["body_0"], ["body_2"], ["body_3"], []]
+    assert plan.stages[2].operations[-1] == "other"
+    assert [weight.value.device for weight in first.weights] == before
+    assert {weight.value.device for weight in second.layers[-1].weights} == {strategy.devices[2]}
+
+
+def test_variables_that_cannot_be_followed_stay_where_they_are():
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    with strategy.scope():
+        x = keras.Input([6])
+        a, b = layers.Dense(6, "tanh", name="a"), layers.Dense(6, "tanh", name="b")
+        forwards, backwards = keras.Model(x, b(a(x))), keras.Model(x, a(b(x)))
+        for model in (forwards, backwards):
+            model.compile("sgd", "mse")
+    rows = np.ones([5, 6], "float32")
+    forwards.fit(rows, rows, verbose=0)
+    before = [weight.value.device for weight in forwards.weights]
+    assert before == [strategy.devices[0]] * 2 + [strategy.devices[1]] * 2
+    backwards.fit(rows, rows, verbose=0)
+    assert [stage.operations for stage in strategy.plan(backwards).stages] == [["b"], ["a"]]
+    assert [weight.value.device for weight in forwards.weights] == before
+    weights = [w.numpy() for w in forwards.weights]
+    forwards.fit(rows, rows, verbose=0)
+    assert all((new.numpy() != old).any() for new, old in zip(backwards.weights, [*weights[2:], *weights[:2]]))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
+import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat, costs, partition
@@ -113,8 +114,8 @@ class Plan:
                     str(stage.index),
                     short_name(stage.device),
                     str(len(stage.operations)),
-                    stage.operations[0],
-                    stage.operations[-1],
+                    *(stage.operations[:1] or [""]),
+                    *(stage.operations[-1:] or [""]),
                     f"{stage.parameters:,}",
                     _short(stage.flops),
                     f"{100 * stage.flops / flops:.1f} %",
@@ -179,6 +180,33 @@ def follow(graph: ModelGraph, reference: Plan) -> Plan:
         at = max(at, place.get(name, at))
         counts[at] += 1
     return from_counts(graph, [stage.device for stage in reference.stages], counts)
+
+
+def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[int, tf.Variable]) -> Plan | None:
+    """The plan whose operations are where their variables already are.
+
+    Args:
+        graph: the model.
+        devices: K device names.
+        placed: variables that must stay where they are, by identity.
+
+    Returns:
+        The plan; None where the variables are in another order than the model's operations, or belong to less than half
+        of its work, so that a plan of its own is better even though variables cross.
+    """
+    if len(set(devices)) < len(devices):
+        return None
+    at, counts, work = 0, [0] * len(devices), 0.0
+    measured = costs.costs(graph)
+    for step, cost in zip(graph.steps, measured, strict=True):
+        homes = {v.device for v in map(compat.raw_variable, step.variables) if id(v) in placed}
+        stages = [k for k, device in enumerate(devices) if device in homes]
+        if len(stages) > 1 or (stages and stages[0] < at):
+            return None
+        at = stages[0] if stages else at
+        work += cost.flops if stages else 0.0
+        counts[at] += 1
+    return from_counts(graph, devices, counts) if work > sum(cost.flops for cost in measured) / 2 else None
 
 
 def _short(number: float) -> str:

@@ -24,7 +24,7 @@ from tf_gpipe.devices import stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import REMAT_MODES, Pipeline
-from tf_gpipe.plan import Partition, Plan, follow, make_plan
+from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 
 
 class GPipeStrategy(tf.distribute.Strategy):
@@ -96,6 +96,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition)
         self._remat = remat
         self._jit_compile = jit_compile
+        self._placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 
@@ -171,8 +172,16 @@ class GPipeStrategy(tf.distribute.Strategy):
                 f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give "
                 "it a `keras.Input`, or call it once on data."
             )
-        graph = model_graph.build(model, inputs, training=True)
-        return make_plan(graph, self._devices, self._partition)
+        known = self._pipelines_of(model).get(_key(model, inputs, training=True))
+        return known.plan if known is not None else self._make_plan(model_graph.build(model, inputs, training=True))
+
+    def _make_plan(self, graph: model_graph.ModelGraph) -> Plan:
+        """A new plan; by "flops", where variables already have their places, in another model's plan, it keeps to them.
+
+        A function that was traced for the other model knows them there.
+        """
+        kept = follow_variables(graph, self._devices, self._placed) if self._partition == "flops" else None
+        return kept or make_plan(graph, self._devices, self._partition)
 
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:
         """Plans a model and moves its variables and optimizer slots to their stages' devices now.
@@ -191,26 +200,42 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
         """The pipeline of a model for a training flag; made, and the model placed, the first time."""
-        # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
-        owner = model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary())
-        known: dict[Any, Pipeline] = owner.setdefault(self, {})
+        known = self._pipelines_of(model)
         graph = compat.graph_of(model)
-        key: Any = graph
-        if graph is None:
-            key = (bool(training), repr(tree.map_structure(_kind, inputs)))
+        key = _key(model, inputs, training)
         if key not in known:
-            # A second pipeline of a model leaves its variables where they are: functions traced before know them there.
             plan = next(iter(known.values())).plan if graph is None and known else self.plan(model, inputs)
             if graph is None and (known or not training):
                 plan = follow(model_graph.build(model, inputs, training), plan)
             pipeline = Pipeline(
                 plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile
             )
-            _place_variables(plan, model)
+            self._place_variables(plan, model)
             if graph is not None:
                 known.clear()  # an older graph of the same model: layers were added
             known[key] = pipeline
         return known[key]
+
+    def _pipelines_of(self, model: keras.Model) -> dict[Any, Pipeline]:
+        # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
+        owner = model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary())
+        return owner.setdefault(self, {})
+
+    def _place_variables(self, plan: Plan, model: keras.Model) -> None:
+        """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it.
+
+        One that was placed before stays: functions that were traced since know it where it is.
+        """
+        for stage in plan.stages:
+            for variable in stage.variables:
+                raw = compat.raw_variable(variable)
+                if id(raw) not in self._placed:
+                    compat.move_variable(raw, stage.device)
+                    self._placed[id(raw)] = raw
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None:
+            for weight, slot in compat.slots_of(optimizer):
+                compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
 
     def _call_model(
         self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any
@@ -335,18 +360,10 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
         return value
 
 
-def _place_variables(plan: Plan, model: keras.Model) -> None:
-    """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it."""
-    placed: set[int] = set()
-    for stage in plan.stages:
-        for variable in stage.variables:
-            if id(variable) not in placed:
-                placed.add(id(variable))
-                compat.move_variable(compat.raw_variable(variable), stage.device)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        for weight, slot in compat.slots_of(optimizer):
-            compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
+def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:
+    """What a pipeline of a model serves: its graph, or what its `call` is followed for."""
+    graph = compat.graph_of(model)
+    return graph if graph is not None else (bool(training), repr(tree.map_structure(_kind, inputs)))
 
 
 def _is_built(model: keras.Model) -> bool:
