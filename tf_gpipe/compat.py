@@ -8,6 +8,8 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `Functional`, `Sequential._functional`, `Node` | a model's graph of operations has no public reader |
 | `operation_fn` | how Keras hands `training` to the operations of a graph |
 | `get_keras_mask`, `set_keras_mask` | masks are attributes of tensors, lost at every function boundary |
+| `_keras_logits` | so are the logits of a softmax, from which a crossentropy is taken |
+| `Layer._trainable_variables` | weights that are frozen now, apart from state |
 | `compute_output_spec` | builds a model from shapes alone, as Keras does under strategies |
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
@@ -136,6 +138,27 @@ def flatten_layers(operation: keras.Operation) -> list[keras.Layer]:
     return list(operation._flatten_layers()) if isinstance(operation, Layer) else []
 
 
+def made_trainable(layer: keras.Layer) -> list[keras.Variable]:
+    """Weights that a layer itself made to be trained, frozen ones among them."""
+    return list(layer._trainable_variables)
+
+
+def logits_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What a softmax or sigmoid was taken of: Keras's crossentropies go back to it, past the rounding of probabilities.
+
+    They find it at an attribute, or, in a graph, as the input of the operation.
+    """
+    if hasattr(tensor, "_keras_logits"):
+        return tensor._keras_logits
+    op = getattr(tensor, "op", None)
+    return op.inputs[0] if op is not None and op.type in ("Softmax", "Sigmoid") else None
+
+
+def set_logits(tensor: tf.Tensor, logits: tf.Tensor) -> None:
+    """Attaches logits as Keras's softmax and sigmoid do."""
+    tensor._keras_logits = logits
+
+
 def losses_of(layer: keras.Layer) -> set[int]:
     """Identities of the losses that `layer.add_loss` gave to a stateless scope."""
     return layer._loss_ids
@@ -190,16 +213,22 @@ def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class RecordingScope(keras.StatelessScope):
-    """A stateless scope that also remembers which variables were assigned, in order."""
+    """A stateless scope that also remembers which variables were read and which assigned, in order."""
 
     def __init__(self, state_mapping: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
         super().__init__(state_mapping=state_mapping, collect_losses=True)
         self.assigned: dict[int, keras.Variable] = {}
+        self.read: dict[int, keras.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Called by `variable.assign` inside the scope."""
         self.assigned[id(update[0])] = update[0]
         super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Called by `variable.value` inside the scope."""
+        self.read[id(variable)] = variable
+        return super().get_current_value(variable)
 
 
 # --- models called inside `strategy.run` -----------------------------------------------------------------------------
@@ -411,6 +440,17 @@ def is_zeros(tensor: tf.Tensor) -> bool:
 def keep_exception(error: BaseException) -> None:
     """Keeps Keras from replacing an exception, and its notes, by one that lists the arguments of a layer's call."""
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to an exception's text; in Python 3.10, which has no notes, to its message."""
+    if note in getattr(error, "__notes__", ()):
+        return
+    keep_exception(error)
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
 # --- calling functions on their devices ---

@@ -28,9 +28,15 @@ from tf_gpipe.errors import ModelError
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """The name of a tensor between operations."""
+    """The name of a tensor between operations; or of the logits that a softmax or sigmoid made it from."""
 
     index: int
+    is_logits: bool = False
+
+    @property
+    def logits(self) -> Ref:
+        """The logits of this tensor."""
+        return Ref(self.index, is_logits=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,13 +22,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, gradients, state
+from tf_gpipe import compat, state
+from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
-from tf_gpipe.stage import Backward, Forward, ForwardResult, Signature, Stage, add_note, flatten_inputs
+from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -70,10 +71,10 @@ class Pipeline:
             inputs: the model's inputs, flat, each of shape `(N, ...)`, or None for an optional one.
             training: the training flag.
         """
-        return _Call(self, list(inputs), training).run()
+        return Call(self, list(inputs), training).run()
 
 
-class _Call:
+class Call:
     """One pipelined call: the values at all boundaries, from the first forward task to the last backward task."""
 
     def __init__(self, pipeline: Pipeline, inputs: list[tf.Tensor | None], training: bool | None) -> None:
@@ -94,7 +95,19 @@ class _Call:
         self.signatures: list[Signature] = []
         self.forwards: list[Forward] = []
         self.last_task: dict[int, tf.Operation] = {}
+        self.kinds: dict[Ref, tf.TensorSpec | None] = {}
         self.needs_gradient: dict[Ref, bool] = {}
+
+    @property
+    def float_outputs(self) -> list[Ref]:
+        """Refs of the outputs that have gradients, then of the logits of outputs."""
+        refs = self.graph.flat_outputs
+        return [ref for ref in (*refs, *(ref.logits for ref in refs)) if self.is_float(ref)]
+
+    def is_float(self, ref: Ref) -> bool:
+        """Whether gradients flow through a boundary tensor; False where there is none."""
+        kind = self.kinds.get(ref)
+        return kind is not None and kind.dtype.is_floating
 
     # --- [1] to [3]: forward ---
 
@@ -105,8 +118,7 @@ class _Call:
             self._split_inputs()
         self._trace()
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
-            is_float = tensor is not None and self.graph.specs[ref].is_float
-            self.needs_gradient[ref] = bool(is_float and recording and compat.is_watched([tensor]))
+            self.needs_gradient[ref] = bool(self.is_float(ref) and recording and compat.is_watched([tensor]))
         self._find_needs()
         kept = self._kept_micro_batches() if recording and self.training else set()
         with compat.stop_recording():
@@ -116,7 +128,9 @@ class _Call:
             losses = self._pool_losses()
             self._update_state()
         if recording:
-            self._record([t for t in outputs if t.dtype.is_floating] + [loss for _, loss in losses])
+            logits = [compat.logits_of(t) for t in outputs]
+            floats = [t for t in (*outputs, *logits) if t is not None and t.dtype.is_floating]
+            self._record([*floats, *(loss for _, loss in losses)])
         return PipelineOutput(outputs, losses)
 
     def _kept_micro_batches(self) -> set[int]:
@@ -144,11 +158,12 @@ class _Call:
             try:
                 forward = stage.forward(signature)
             except Exception as error:
-                add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
+                compat.add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
                 raise
-            specs.update(zip(stage.plan.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
+            specs.update(zip(forward.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
             self.signatures.append(signature)
             self.forwards.append(forward)
+        self.kinds = {ref: value for ref, (value, _) in specs.items()}
 
     def _input_spec(self, tensor: tf.Tensor | None) -> tf.TensorSpec | None:
         if tensor is None:
@@ -169,7 +184,7 @@ class _Call:
         for stage, signature in zip(self.stages, self.signatures, strict=True):
             needs = bool(stage.trained(signature)) or any(self.needs_gradient[ref] for ref in stage.plan.inputs)
             for ref in stage.plan.outputs:
-                self.needs_gradient[ref] = needs and self.graph.specs[ref].is_float
+                self.needs_gradient[ref] = needs and self.is_float(ref)
 
     def _run_forward(self, kept: set[int]) -> None:
         states = _States()
@@ -178,38 +193,40 @@ class _Call:
         for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
             stage, forward = self.stages[task.stage], self.forwards[task.stage]
             m, refs = task.micro_batch, stage.plan.inputs
-            with self._placed(task):
-                given = states.read(forward.states)
+            with self.placed(task):
+                given = states.read(forward.given.variables)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
                 if m in kept:
-                    forward = stage.kept(self.signatures[task.stage], self._wanted(stage)).forward
+                    forward = stage.kept(self.signatures[task.stage], self.wanted(stage)).forward
                 result = stage.call_forward(forward, flat)
-                states.write(forward.states, result.states, unless_empty=self.rows, m=m)
-            self._done(task, result.values)
+                states.write(forward.given.states, result.states, unless_empty=self.rows, m=m)
+            self.note_done(task, result.values)
             self.results[task], self.flat_inputs[task] = result, flat
-            self.values.update({(ref, m): value for ref, value in zip(stage.plan.outputs, result.values, strict=True)})
-            self.masks.update({(ref, m): mask for ref, mask in zip(stage.plan.outputs, result.masks, strict=True)})
+            self.values.update({(ref, m): value for ref, value in zip(forward.outputs, result.values, strict=True)})
+            self.masks.update({(ref, m): mask for ref, mask in zip(forward.outputs, result.masks, strict=True)})
         self.states = states
 
-    def _wanted(self, stage: Stage) -> tuple[bool, ...]:
+    def wanted(self, stage: Stage) -> tuple[bool, ...]:
         """For each input of a stage, whether its gradient is of use."""
         return tuple(self.needs_gradient[ref] for ref in stage.plan.inputs)
 
     @contextlib.contextmanager
-    def _placed(self, task: Task) -> Iterator[None]:
-        """The device, name and place in its stage's order of a task."""
+    def placed(self, task: Task, kind: str | None = None) -> Iterator[None]:
+        """The device, name and place in its stage's order of a task; `kind` if it is neither forward nor backward."""
         stage = self.stages[task.stage]
         before = [self.last_task[task.stage]] if task.stage in self.last_task else []
-        scope = f"stage_{stage.index}/micro_batch_{task.micro_batch}/{task.kind}"
+        kind = kind or task.kind
+        scope = f"stage_{stage.index}/micro_batch_{task.micro_batch}/{kind}"
         try:
             with tf.name_scope(scope), tf.device(stage.device), tf.control_dependencies(before):
                 yield
         except Exception as error:
-            where = f"in the {task.kind} pass of micro-batch {task.micro_batch} on stage {stage.index} ({stage.device})"
-            add_note(error, where)
+            where = f"in the {kind} pass of micro-batch {task.micro_batch} on stage {stage.index} ({stage.device})"
+            compat.add_note(error, where)
             raise
 
-    def _done(self, task: Task, results: Sequence[tf.Tensor | None]) -> None:
+    def note_done(self, task: Task, results: Sequence[tf.Tensor | None]) -> None:
+        """The next task of the stage waits for this one."""
         made = [t for t in results if t is not None]
         if made and not tf.executing_eagerly():
             self.last_task[task.stage] = made[0].op
@@ -222,6 +239,9 @@ class _Call:
             output = tf.identity(self._gather(ref, parts))
             if masks[0] is not None:
                 compat.set_keras_mask(output, self._gather(ref, masks))
+            if self.is_float(ref.logits):
+                parts = [self.values[ref.logits, m] for m in range(len(self.rows))]
+                compat.set_logits(output, tf.identity(self.rows.gather(parts)))
             outputs.append(output)
         return outputs
 
@@ -274,23 +294,31 @@ class _Call:
             tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.needs_gradient[ref]
         ]
         pairs = zip(self.stages, self.signatures, strict=True)
-        trained = {id(v): v for stage, signature in pairs for v in stage.trained(signature)}
-        weights = [compat.raw_variable(v) for v in trained.values()]
+        trained = list({id(v): v for stage, signature in pairs for v in stage.trained(signature)}.values())
+        weights = [compat.raw_variable(v) for v in trained]
         if not weights and not inputs:
             return
 
-        fixed = {id(compat.raw_variable(v)) for forward in self.forwards for v in forward.states}
-        assigned = compat.watch_assignments([w for w in weights if id(w) not in fixed])
+        given = {id(v) for forward in self.forwards for v in forward.given.variables}
+        read_again = [v for stage in self.stages for v in stage.read_again if id(v) not in given]
+        assigned = compat.watch_assignments([compat.raw_variable(v) for v in read_again])
 
         def gradient(*d_outputs: tf.Tensor) -> list[Any]:
             _refuse_assigned(assigned(), self.graph.model.name)
             with compat.stop_recording():
-                backward = _BackwardPass(self, d_outputs)
+                backward = BackwardPass.of_outputs(self, d_outputs)
                 backward.run()
-                d_inputs = [backward.gather_input(ref) for ref in refs]
-                d_weights = [backward.weight_gradient(key) for key in trained]
-            _refuse_second_derivative([*d_inputs, *d_weights], [*d_outputs, *inputs], weights, self.graph.model.name)
-            return [*d_inputs, *d_weights]
+                results = backward.gradients_of(refs, trained)
+
+            def second(*dd_results: tf.Tensor) -> list[Any]:
+                _refuse_assigned(assigned(), self.graph.model.name)
+                with compat.stop_recording():
+                    again = second_derivative(backward, results, dd_results, refs, trained)
+                refuse_third_derivative(again, [*d_outputs, *inputs], weights, self.graph.model.name)
+                return again
+
+            record_gradient(results, [*d_outputs, *inputs], weights, second)
+            return results
 
         compat.record_operation("GPipe", differentiable, inputs, weights, gradient)
 
@@ -310,23 +338,6 @@ def _refuse_assigned(variables: Sequence[tf.Variable], name: str) -> None:
             f"the stages again. Received: {listed}, assigned since the model was called. Take all gradients of the "
             "step first, then apply them."
         )
-
-
-def _refuse_second_derivative(
-    results: Sequence[Any], inputs: Sequence[tf.Tensor], weights: Sequence[tf.Variable], name: str
-) -> None:
-    """A tape around the tape would miss the path through the stages; it gets an error instead of a wrong number."""
-    made = [tensor for g in results if g is not None for tensor in tf.nest.flatten(g, expand_composites=True)]
-    made = [tensor for tensor in made if tensor.dtype.is_floating]
-
-    def refuse(*_: Any) -> list[Any]:
-        raise ModelError(
-            f"Expected first derivatives only. Received: a gradient of a gradient of '{name}' inside `strategy.run`. "
-            "Take the penalty with a model called outside the pipeline, or use one without a second derivative."
-        )
-
-    if made and compat.is_recording():
-        compat.record_operation("GPipeGradient", made, [t for t in inputs if t is not None], weights, refuse)
 
 
 class _States:
@@ -356,102 +367,3 @@ class _States:
             raw = compat.raw_variable(self.variables[key])
             with tf.device(raw.device):
                 raw.assign(value)
-
-
-class _BackwardPass:
-    """The backward tasks of a call, for given gradients of its outputs."""
-
-    def __init__(self, call: _Call, d_outputs: Sequence[tf.Tensor | None]) -> None:
-        self.call = call
-        self.rows = call.rows
-        given = [None if d is None or compat.is_zeros(d) else d for d in d_outputs]
-        self.gradients: dict[tuple[Ref, int], list[tf.Tensor]] = {}
-        for ref in call.graph.flat_outputs:
-            if not call.graph.specs[ref].is_float:
-                continue
-            d = given.pop(0)
-            for m in range(len(self.rows)):
-                if d is not None:
-                    self.gradients.setdefault((ref, m), []).append(self.rows.take_gradient(d, m))
-        self.d_losses = []
-        for forward in call.forwards:
-            self.d_losses.append([given.pop(0) for _ in forward.loss_owners])
-        self.sums = [gradients.zero_sums(s.trained(sig)) for s, sig in zip(call.stages, call.signatures, strict=True)]
-        self.dense: list[set[int]] = [set() for _ in call.stages]
-        self.sparse: list[dict[int, list[tf.IndexedSlices]]] = [{} for _ in call.stages]
-
-    def run(self) -> None:
-        """Emits every backward task, the stages from last to first."""
-        tasks = [task for task in self.call.schedule.order() if task.kind == "backward"]
-        for task in sorted(tasks, key=lambda task: (-task.micro_batch, -task.stage)):
-            self._run_task(task)
-
-    def _run_task(self, task: Task) -> None:
-        k, m = task.stage, task.micro_batch
-        call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
-        wanted = call._wanted(stage)
-        if not any(wanted) and not stage.trained(signature):
-            return
-        with call._placed(task):
-            d_values = [self._sum((ref, m)) for ref in stage.plan.outputs]
-            d_losses = [None if d is None else self._loss_share(d, m) for d in self.d_losses[k]]
-            given = [d for d in [*d_values, *d_losses] if d is not None]
-            if not given:
-                return
-            forward_task = Task("forward", k, m)
-            kept = call.results[forward_task].residuals
-            floats = [ref for ref in stage.plan.outputs if call.graph.specs[ref].is_float]
-            if kept and len(given) == len(floats) + len(d_losses):
-                backward, arguments = stage.kept(signature, wanted).backward, kept
-            else:
-                there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
-                backward, arguments = stage.backward(signature, wanted, *there), call.flat_inputs[forward_task]
-            made = list(backward.function(*arguments, *given, *self.sums[k]))
-            self._take(task, backward, made)
-        call._done(task, made)
-
-    def _sum(self, key: tuple[Ref, int]) -> tf.Tensor | None:
-        parts = self.gradients.pop(key, [])
-        if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else tf.add_n(parts)
-
-    def _loss_share(self, d_loss: tf.Tensor, m: int) -> tf.Tensor:
-        return d_loss * self.rows.weight(m, d_loss.dtype)
-
-    def _take(self, task: Task, backward: Backward, made: Sequence[tf.Tensor]) -> None:
-        """Hands on what a backward function gave."""
-        k, m, flat = task.stage, task.micro_batch, list(made)
-        stage, signature = self.call.stages[k], self.call.signatures[k]
-        for i in backward.inputs:
-            self.gradients.setdefault((stage.plan.inputs[i], m), []).append(flat.pop(0))
-        weights = stage.trained(signature)
-        for i in backward.dense:
-            self.sums[k][i] = flat.pop(0)
-            self.sums[k][i].set_shape(weights[i].shape)
-            self.dense[k].add(i)
-        for i in backward.sparse:
-            slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(tuple(weights[i].shape), tf.int32))
-            self.sparse[k].setdefault(i, []).append(slices)
-
-    def gather_input(self, ref: Ref) -> tf.Tensor | None:
-        """Gradient of an input of the model for the whole mini-batch."""
-        parts = [self._sum((ref, m)) for m in range(len(self.rows))]
-        return None if any(part is None for part in parts) else self.rows.gather(parts)
-
-    def weight_gradient(self, key: int) -> tf.Tensor | tf.IndexedSlices | None:
-        """Gradient of a weight, summed over micro-batches and over the stages that use it."""
-        parts: list[Any] = []
-        for k, (stage, signature) in enumerate(zip(self.call.stages, self.call.signatures, strict=True)):
-            for i, v in enumerate(stage.trained(signature)):
-                if id(v) != key:
-                    continue
-                with tf.device(compat.raw_variable(v).device):
-                    if i in self.dense[k]:
-                        parts.append(tf.cast(self.sums[k][i], v.dtype))
-                    parts.extend(self.sparse[k].get(i, []))
-                    variable = v
-        if not parts:
-            return None
-        with tf.device(compat.raw_variable(variable).device):
-            return gradients.total(variable, parts)

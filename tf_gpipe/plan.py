@@ -107,7 +107,8 @@ class Plan:
 
     def __str__(self) -> str:
         flops = sum(stage.flops for stage in self.stages) or 1.0
-        rows = [("stage", "device", "operations", "from", "to", "parameters", "FLOPs/row", "share", "received/row")]
+        head = ("stage", "device", "operations", "from", "to", "parameters", "FLOPs/row", "share", "received/row")
+        rows: list[tuple[str, ...]] = [head]
         for stage in self.stages:
             rows.append(
                 (

@@ -2,8 +2,8 @@
 
 Both are pure `tf.function`s, traced once for a kind of input and called once for each micro-batch:
 
-    forward:  inputs, masks, state                                →  outputs, masks, new state, losses, moments
-    backward: inputs, masks, state, d outputs, d losses, sums     →  d inputs, sums + d weights, sparse d weights
+    forward:  inputs, masks, variables                            →  outputs, masks, new state, losses, moments
+    backward: inputs, masks, variables, d outputs, d losses, sums →  d inputs, sums + d weights, sparse d weights
 
 The backward function runs the forward pass again from the stage's stored inputs (rematerialisation) and takes its
 gradient, adding each weight's gradient to the running sum it is given. The functions are not inlined
@@ -13,7 +13,6 @@ gradient, adding each weight's gradient to the running sum it is given. The func
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, residuals, state
+from tf_gpipe.body import Body, StageBody, present
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientSums
 from tf_gpipe.model_graph import Ref
@@ -49,13 +49,32 @@ class Signature:
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """Variables whose values a stage's functions take beside tensors.
+
+    Attributes:
+        states: those that it may assign; new values come out.
+        fixed: those that it only reads.
+    """
+
+    states: tuple[keras.Variable, ...]
+    fixed: tuple[keras.Variable, ...]
+
+    @property
+    def variables(self) -> tuple[keras.Variable, ...]:
+        """All of them, in the order of a function's arguments."""
+        return (*self.states, *self.fixed)
+
+
+@dataclasses.dataclass(frozen=True)
 class Forward:
     """A traced forward function.
 
     Attributes:
         function: flat tensors in, flat tensors out, in the order of the module's docstring.
-        values, masks: kinds of the stage's outputs and their masks.
-        states: variables whose state goes in and comes out.
+        given: variables that it takes.
+        outputs: refs of what comes out: the stage's outputs, and logits of such of them as are the model's.
+        values, masks: kinds of these and of their masks.
         losses: dtype of each loss that a layer made.
         loss_owners: that layer.
         moments_of: the batch-norm layer of each group of moments.
@@ -63,9 +82,10 @@ class Forward:
     """
 
     function: Callable[..., list[tf.Tensor]]
+    given: Given
+    outputs: tuple[Ref, ...]
     values: tuple[Spec, ...]
     masks: tuple[Spec, ...]
-    states: tuple[keras.Variable, ...]
     losses: tuple[tf.DType, ...]
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
@@ -115,26 +135,6 @@ class Kept:
     traced: residuals.Residuals
 
 
-@dataclasses.dataclass
-class _Body:
-    """What one run of the stage's operations gave, while a function is traced."""
-
-    values: list[tf.Tensor | None]
-    masks: list[tf.Tensor | None]
-    states: list[tf.Tensor]
-    losses: list[tf.Tensor]
-    loss_owners: list[keras.Layer]
-    moments: list[state.Moments]
-    normalised: list[keras.layers.SpectralNormalization]
-    assigned: dict[int, keras.Variable]
-
-    @property
-    def flat(self) -> list[tf.Tensor]:
-        """What a forward function returns."""
-        moments = [tensor for m in self.moments for tensor in (m.mean, m.variance, m.count)]
-        return [*_present(self.values), *_present(self.masks), *self.states, *self.losses, *moments]
-
-
 class Stage:
     """Runs one stage of a plan.
 
@@ -147,17 +147,23 @@ class Stage:
         self.plan = plan
         self.index = plan.index
         self.device = plan.device
-        self.layers = list(dict.fromkeys(layer for step in plan.steps for layer in step.layers))
+        self._body = StageBody(plan)
         self._jit_compile = jit_compile
         self._forwards: dict[Signature, Forward] = {}
         self._backwards: dict[Any, Backward] = {}
+        self._seconds: dict[Any, Backward] = {}
         self._kept: dict[Any, Kept] = {}
-        self._known_states: dict[bool | None, dict[int, keras.Variable]] = {}
+        self._known: dict[bool | None, tuple[dict[int, keras.Variable], dict[int, keras.Variable]]] = {}
 
     @property
     def weights(self) -> list[keras.Variable]:
         """Variables that could be trained, in the order of first use."""
         return [v for v in self.plan.variables if tf.as_dtype(v.dtype).is_floating]
+
+    @property
+    def read_again(self) -> list[keras.Variable]:
+        """Weights that a backward function reads where they are, so that they must be as they were."""
+        return [v for v in self.weights if id(v) in self._body.weights]
 
     def signature(self, training: bool | None, values: Sequence[Spec], masks: Sequence[Spec]) -> Signature:
         """The kind of call for which functions are traced, with what is frozen now."""
@@ -176,45 +182,53 @@ class Stage:
         return self._forwards[signature]
 
     def _trace_forward(self, signature: Signature) -> Forward:
-        known = self._known_states.setdefault(signature.training, self._seeds(signature.training))
+        body, training = self._body, signature.training
+        states, fixed = self._known.setdefault(training, (body.likely_states(training), body.likely_fixed(training)))
         while True:
-            states = tuple(known.values())
-            function, body = self._trace_forward_with(signature, states)
-            # A kernel that another call of this step may normalise again is taken as it is in this call.
-            kernels = {id(layer.kernel): layer.kernel for layer in body.normalised}
-            if set(body.assigned) | set(kernels) <= set(known):
+            given = Given(tuple(states.values()), tuple(fixed.values()))
+            function, made = self._trace_forward_with(signature, given)
+            read = {key: v for key, v in made.read.items() if key not in states and key not in made.assigned}
+            if set(made.assigned) <= set(states) and set(read) <= set(fixed):
                 break
-            known.update(body.assigned | kernels)  # state beside seeds: trace again with it as input
+            states.update(made.assigned)  # trace again with what was missing as input
+            fixed.update(read)
+            for key in made.assigned:
+                fixed.pop(key, None)
         state.refuse_impure(function.graph, self.plan.index, self.plan.operations)
-        self._refuse_assigned_weights(body.assigned, signature)
+        self._refuse_assigned_weights(made.assigned, signature)
         return Forward(
             function,
-            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.values),
-            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in body.masks),
-            states,
-            tuple(loss.dtype for loss in body.losses),
-            tuple(body.loss_owners),
-            tuple(m.layer for m in body.moments),
-            tuple(body.normalised),
+            given,
+            made.outputs,
+            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in made.values),
+            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in made.masks),
+            tuple(loss.dtype for loss in made.losses),
+            tuple(made.loss_owners),
+            tuple(m.layer for m in made.moments),
+            tuple(made.normalised),
         )
 
-    def _trace_forward_with(self, signature: Signature, states: Sequence[keras.Variable]) -> tuple[Any, _Body]:
-        bodies: list[_Body] = []
+    def _trace_forward_with(self, signature: Signature, given: Given) -> tuple[Any, Body]:
+        bodies: list[Body] = []
 
         def forward(*flat: tf.Tensor) -> list[tf.Tensor]:
-            values, masks, given, _ = _unflatten(flat, signature, len(states))
-            body = self._run(values, masks, signature.training, states, given)
-            bodies.append(body)
-            return body.flat
+            values, masks, variables, _ = _unflatten(flat, signature, given)
+            bodies.append(self._run(values, masks, signature.training, given, variables))
+            return bodies[-1].flat
 
-        return self._trace(forward, _input_specs(signature, states)), bodies[-1]
+        return self._trace(forward, _input_specs(signature, given)), bodies[-1]
+
+    def _run(
+        self, values: Any, masks: Any, training: bool | None, given: Given, variables: Sequence[tf.Tensor]
+    ) -> Body:
+        return self._body.run(values, masks, training, given.variables, variables, len(given.states))
 
     def call_forward(self, forward: Forward, inputs: Sequence[tf.Tensor]) -> ForwardResult:
         """Calls a forward function on the flat tensors of `flatten_inputs`."""
         flat = list(forward.function(*inputs))
         values = [None if spec is None else flat.pop(0) for spec in forward.values]
         masks = [None if spec is None else flat.pop(0) for spec in forward.masks]
-        states = [flat.pop(0) for _ in forward.states]
+        states = [flat.pop(0) for _ in forward.given.states]
         losses = [flat.pop(0) for _ in forward.loss_owners]
         moments = [(flat.pop(0), flat.pop(0), flat.pop(0)) for _ in forward.moments_of]
         return ForwardResult(values, masks, states, losses, moments, residuals=flat)
@@ -245,13 +259,64 @@ class Stage:
         d_specs = _gradient_specs(forward, d_values, d_losses)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
-            tape, body, sources, rest = self._run_recorded(flat, signature, forward.states, wanted)
-            targets = [v for v, there in zip(body.values, d_values, strict=True) if there]
-            targets += [loss for loss, there in zip(body.losses, d_losses, strict=True) if there]
+            tape, body, sources, rest = self._run_recorded(flat, signature, forward.given, wanted)
+            targets = _targets(body, d_values, d_losses)
             gradients = tape.gradient(targets, sources, output_gradients=list(rest[: len(d_specs)]))
             return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
 
-        function = self._trace(backward, [*_input_specs(signature, forward.states), *d_specs, *sums.specs])
+        function = self._trace(backward, [*_input_specs(signature, forward.given), *d_specs, *sums.specs])
+        return Backward(function, sums.inputs, sums.dense, sums.sparse)
+
+    def second(
+        self,
+        signature: Signature,
+        wanted: tuple[bool, ...],
+        d_values: tuple[bool, ...],
+        d_losses: tuple[bool, ...],
+        dd_made: tuple[bool, ...],
+    ) -> Backward:
+        """The gradient of the backward function of the same kind; traced the first time.
+
+        Its function takes what that one takes, then gradients of what that one gives (`dd_made` says of which), then
+        sums of weight gradients. It gives gradients of the `d outputs` and `d losses`, then of inputs and weights.
+        """
+        key = (signature, wanted, d_values, d_losses, dd_made)
+        if key not in self._seconds:
+            self._seconds[key] = self._trace_second(*key)
+        return self._seconds[key]
+
+    def _trace_second(
+        self,
+        signature: Signature,
+        wanted: tuple[bool, ...],
+        d_values: tuple[bool, ...],
+        d_losses: tuple[bool, ...],
+        dd_made: tuple[bool, ...],
+    ) -> Backward:
+        forward, first = self.forward(signature), self.backward(signature, wanted, d_values, d_losses)
+        weights = self.trained(signature)
+        sums = GradientSums(weights)
+        d_specs = _gradient_specs(forward, d_values, d_losses)
+        kinds = [signature.values[i] for i in first.inputs]
+        kinds += [tf.TensorSpec(weights[i].shape, weights[i].dtype) for i in first.dense]
+        dd_specs = [spec for spec, there in zip(kinds, dd_made, strict=True) if there]
+
+        sources_of = [i for i, there in enumerate(wanted) if there]
+        made_at = [sources_of.index(i) for i in first.inputs] + [len(sources_of) + i for i in first.dense]
+
+        def second(*flat: tf.Tensor) -> list[tf.Tensor]:
+            with tf.GradientTape() as outer:
+                outer.watch([tensor for tensor in flat if tensor.dtype.is_floating])
+                tape, body, sources, rest = self._run_recorded(flat, signature, forward.given, wanted)
+                given, rest = list(rest[: len(d_specs)]), rest[len(d_specs) :]
+                made = tape.gradient(_targets(body, d_values, d_losses), sources, output_gradients=given)
+                made = [made[at] for at, there in zip(made_at, dd_made, strict=True) if there]
+            dd, before = list(rest[: len(dd_specs)]), rest[len(dd_specs) :]
+            found = outer.gradient(made, [*given, *sources], output_gradients=dd)
+            d_given = [tf.zeros_like(g) if d is None else d for g, d in zip(given, found, strict=False)]
+            return [*d_given, *sums.add(sums.sort(found[len(given) :], wanted), before)]
+
+        function = self._trace(second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *sums.specs])
         return Backward(function, sums.inputs, sums.dense, sums.sparse)
 
     def kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
@@ -268,9 +333,8 @@ class Stage:
         traced: list[residuals.Residuals] = []
 
         def forward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
-            tape, body, sources, _ = self._run_recorded(flat, signature, plain.states, wanted)
-            targets = [v for v, there in zip(body.values, is_float, strict=True) if there]
-            targets += body.losses
+            tape, body, sources, _ = self._run_recorded(flat, signature, plain.given, wanted)
+            targets = _targets(body, is_float, (True,) * len(body.losses))
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                 made = tape.gradient(targets, sources, output_gradients=list(d_outputs))
@@ -284,7 +348,7 @@ class Stage:
             d_outputs, rest = flat[count : count + len(d_specs)], flat[count + len(d_specs) :]
             return sums.add(traced[-1].run(flat[:count], d_outputs), rest)
 
-        forward = self._trace(forward_kept, _input_specs(signature, plain.states))
+        forward = self._trace(forward_kept, _input_specs(signature, plain.given))
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
@@ -299,76 +363,21 @@ class Stage:
     # --- the body ---
 
     def _run_recorded(
-        self, flat: Sequence[tf.Tensor], signature: Signature, states: Sequence[keras.Variable], wanted: Sequence[bool]
-    ) -> tuple[tf.GradientTape, _Body, list[Any], Sequence[tf.Tensor]]:
+        self, flat: Sequence[tf.Tensor], signature: Signature, given: Given, wanted: Sequence[bool]
+    ) -> tuple[tf.GradientTape, Body, list[Any], Sequence[tf.Tensor]]:
         """Runs the stage's operations on a tape.
 
         Returns the tape, what the stage gave, the sources of gradients (the wanted inputs, then the trained weights, as
-        variables or as their values among the states), and what is left of `flat`.
+        variables or as the values that were given), and what is left of `flat`.
         """
-        values, masks, given, rest = _unflatten(flat, signature, len(states))
-        known = {id(v): value for v, value in zip(states, given, strict=True)}
+        values, masks, variables, rest = _unflatten(flat, signature, given)
+        known = {id(v): value for v, value in zip(given.variables, variables, strict=True)}
         sources = [v for v, there in zip(values, wanted, strict=True) if there]
         sources += [known.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            body = self._run(values, masks, signature.training, states, given)
+            body = self._run(values, masks, signature.training, given, variables)
         return tape, body, sources, rest
-
-    def _run(
-        self,
-        values: list[tf.Tensor | None],
-        masks: list[tf.Tensor | None],
-        training: bool | None,
-        states: Sequence[keras.Variable],
-        given: Sequence[tf.Tensor],
-    ) -> _Body:
-        """Runs the stage's operations without side effects."""
-        plan = self.plan
-        made: dict[Ref, Any] = dict(zip(plan.inputs, values, strict=True))
-        for value, mask in zip(values, masks, strict=True):
-            if value is not None and mask is not None:
-                compat.set_keras_mask(value, mask)
-        scope = compat.RecordingScope(list(zip(states, given, strict=True)))
-        with contextlib.ExitStack() as during_run:
-            during_run.enter_context(compat.route_models(None))
-            during_run.enter_context(compat.call_context(plan.graph.model, training))
-            during_run.enter_context(scope)
-            moments = during_run.enter_context(state.collected_moments(self.layers if training else []))
-            normalised = during_run.enter_context(state.kernels_left_alone(self.layers))
-            for step in plan.steps:
-                try:
-                    step.run(made, training)
-                except Exception as error:
-                    add_note(error, f"in operation '{step.name}' of stage {self.index} of '{plan.graph.model.name}'")
-                    raise
-            outputs = [made[ref] for ref in plan.outputs]
-            loss_owners = self._take_loss_owners(scope.losses)
-            new_states = [tf.cast(scope.get_current_value(v), v.dtype) for v in states]
-        pooled = {id(v) for m in moments for v in (m.layer.moving_mean, m.layer.moving_variance)}
-        return _Body(
-            outputs,
-            [None if value is None else compat.get_keras_mask(value) for value in outputs],
-            new_states,
-            list(scope.losses),
-            loss_owners,
-            moments,
-            normalised,
-            {key: v for key, v in scope.assigned.items() if key not in pooled},
-        )
-
-    def _take_loss_owners(self, losses: Sequence[tf.Tensor]) -> list[keras.Layer]:
-        owners = []
-        for loss in losses:
-            owner = next(o for step in self.plan.steps for o in step.loss_owners if id(loss) in compat.losses_of(o))
-            compat.losses_of(owner).discard(id(loss))
-            owners.append(owner)
-        return owners
-
-    def _seeds(self, training: bool | None) -> dict[int, keras.Variable]:
-        """The variables that a training pass is sure to assign: states of seed generators."""
-        seeds = [v for layer in self.layers for v in compat.own_seed_states(layer)] if training else []
-        return {id(v): v for v in seeds}
 
     def _refuse_assigned_weights(self, assigned: dict[int, keras.Variable], signature: Signature) -> None:
         for variable in self.trained(signature):
@@ -393,41 +402,33 @@ class Stage:
             return compat.PlacedFunction(function.get_concrete_function(), self.device)
 
 
+def _targets(body: Body, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.Tensor]:
+    """What gradients are taken of: the values and losses that have a gradient."""
+    pairs = [*zip(body.values, d_values, strict=True), *zip(body.losses, d_losses, strict=True)]
+    return [tensor for tensor, there in pairs if there]
+
+
 def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
     specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
     return [*specs, *(tf.TensorSpec([], d) for d, there in zip(forward.losses, d_losses, strict=True) if there)]
 
 
 def flatten_inputs(
-    values: Sequence[tf.Tensor | None], masks: Sequence[tf.Tensor | None], states: Sequence[tf.Tensor]
+    values: Sequence[tf.Tensor | None], masks: Sequence[tf.Tensor | None], variables: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """The flat tensors that a stage's functions begin with."""
-    return [*_present(values), *_present(masks), *states]
+    return [*present(values), *present(masks), *variables]
 
 
-def _present(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _input_specs(signature: Signature, states: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
+def _input_specs(signature: Signature, given: Given) -> list[tf.TensorSpec]:
     specs = [spec for spec in (*signature.values, *signature.masks) if spec is not None]
-    return [*specs, *(tf.TensorSpec(v.shape, v.dtype) for v in states)]
+    return [*specs, *(tf.TensorSpec(v.shape, v.dtype) for v in given.variables)]
 
 
-def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, num_states: int) -> tuple[Any, Any, Any, Any]:
-    """Values, masks and states at the head of a stage function's arguments, and what follows them."""
+def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, given: Given) -> tuple[Any, Any, Any, Any]:
+    """Values, masks and variables at the head of a stage function's arguments, and what follows them."""
     rest = list(flat)
     values = [None if spec is None else rest.pop(0) for spec in signature.values]
     masks = [None if spec is None else rest.pop(0) for spec in signature.masks]
-    return values, masks, rest[:num_states], rest[num_states:]
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line to an exception's text; in Python 3.10, which has no notes, to its message."""
-    if note in getattr(error, "__notes__", ()):
-        return
-    compat.keep_exception(error)
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+    count = len(given.variables)
+    return values, masks, rest[:count], rest[count:]

@@ -330,6 +330,11 @@ class _Extended(compat.OneDeviceExtended):
             during_run.enter_context(tf.control_dependencies(_first_tensor((args, kwargs))))
             return fn(*args, **kwargs)
 
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
+        """A variable of no strategy is as good as our own: it stands on one device, too."""
+        if getattr(colocate_with_variable, "_distribute_strategy", None) is not None:
+            super()._validate_colocate_with_variable(colocate_with_variable)
+
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         with compat.on_device(self, var.device):
             return super()._update(var, fn, args, kwargs, group)
