@@ -539,6 +539,8 @@ def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.
         values = [v.read_value() for v in variables]
 
         def changed_value() -> list[tf.Variable]:
+            if not tf.executing_eagerly():
+                return []  # a Jacobian traces the gradient of an eager call, many times over
             pairs = zip(variables, values, strict=True)
             return [v for v, old in pairs if not np.array_equal(v.numpy(), old.numpy(), equal_nan=v.dtype.is_floating)]
 

@@ -139,10 +139,15 @@ def _cut_out(graph: tf.Graph, names: set[str]) -> Any:
     definition = graph.as_graph_def()
     # Placeholders are given when the part is put to use; left in, they would keep XLA from compiling it.
     nodes = [node for node in definition.node if node.name in names and node.op != "Placeholder"]
+    there = {node.name for node in nodes}
     del definition.node[:]
     definition.node.extend(nodes)
     for node in definition.node:
         node.attr.pop("_class", None)  # colocation with operations that may be gone
+        # Waiting for a placeholder (the gradient of SiLU does) means waiting for what is given in its place.
+        kept = [name for name in node.input if not name.startswith("^") or name[1:] in there]
+        del node.input[:]
+        node.input.extend(kept)
     return definition
 
 
