@@ -116,7 +116,7 @@ class BackwardPass:
 
     def run(self) -> None:
         """Emits every backward task, the stages from last to first."""
-        tasks = [task for task in self.call.schedule.order() if task.kind == "backward"]
+        tasks = [task for task in self.call.schedule.order() if task.kind == "backward" and self.call.stages]
         for task in sorted(tasks, key=lambda task: (-task.micro_batch, -task.stage)):
             self._run_task(task)
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tf_gpipe import compat, state
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
+from tf_gpipe.values import Value, components
 
 
 @dataclasses.dataclass
@@ -36,7 +37,7 @@ class Body:
     """
 
     outputs: tuple[Ref, ...]
-    values: list[tf.Tensor | None]
+    values: list[Value | None]
     masks: list[tf.Tensor | None]
     states: list[tf.Tensor]
     losses: list[tf.Tensor]
@@ -50,7 +51,7 @@ class Body:
     def flat(self) -> list[tf.Tensor]:
         """What a forward function returns."""
         moments = [tensor for m in self.moments for tensor in (m.mean, m.variance, m.count)]
-        return [*present(self.values), *present(self.masks), *self.states, *self.losses, *moments]
+        return [*components(self.values), *components(self.masks), *self.states, *self.losses, *moments]
 
 
 class StageBody:
@@ -87,7 +88,7 @@ class StageBody:
 
     def run(
         self,
-        values: Sequence[tf.Tensor | None],
+        values: Sequence[Value | None],
         masks: Sequence[tf.Tensor | None],
         training: bool | None,
         variables: Sequence[keras.Variable],
@@ -143,7 +144,7 @@ class StageBody:
             {key: v for key, v in read.items() if key not in self.weights | pooled} | kernels,
         )
 
-    def _outputs(self, made: dict[Ref, Any]) -> tuple[tuple[Ref, ...], list[tf.Tensor | None]]:
+    def _outputs(self, made: dict[Ref, Any]) -> tuple[tuple[Ref, ...], list[Value | None]]:
         """What comes out, with the logits of a softmax or sigmoid, from which Keras takes a crossentropy."""
         found = {ref: made[ref] for ref in self.plan.outputs}
         for ref in [ref for ref in self.plan.outputs if ref in self.plan.graph.flat_outputs]:
@@ -159,8 +160,3 @@ class StageBody:
             compat.losses_of(owner).discard(id(loss))
             owners.append(owner)
         return owners
-
-
-def present(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-    """Those that are there."""
-    return [tensor for tensor in tensors if tensor is not None]

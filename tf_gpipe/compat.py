@@ -13,8 +13,10 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `compute_output_spec` | builds a model from shapes alone, as Keras does under strategies |
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
+| `Trainer._compile_config` | what a layer does may change with every `compile` |
 | `AutocastScope` | mixed precision inside a stage's body |
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
+| `pack_tangents` | whether forward-mode differentiation is under way |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
@@ -43,9 +45,11 @@ from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
+
+from tf_gpipe.errors import ModelError
 
 __all__ = [
     "CallContext",
@@ -285,6 +289,18 @@ def asks_for_xla(model: keras.Model) -> bool:
     return getattr(model, "_jit_compile", None) is True
 
 
+def compilation_of(model: keras.Layer) -> Any:
+    """A value that is another after each `compile`, with which Keras forgets what it has traced; None before any."""
+    return getattr(model, "_compile_config", None)
+
+
+def keep_alive(value: Any) -> None:
+    """Lets a value live as long as the graph that is being traced, which calls functions of it."""
+    graph = tf.compat.v1.get_default_graph()
+    if not tf.executing_eagerly():
+        graph._gpipe_kept = [*getattr(graph, "_gpipe_kept", ()), value]
+
+
 def model_being_prepared() -> tuple[keras.Model, Structure] | None:
     """The model (and data batch) whose `fit`, `evaluate` or `train_on_batch` is preparing its variables right now.
 
@@ -424,6 +440,31 @@ def record_operation(
     record.record_operation(name, list(outputs), [*inputs, *(v.handle for v in variables)], gradient)
 
 
+def has_tangents(tensors: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` follows one of the tensors or variables."""
+    return bool(forwardprop_util.pack_tangents([*tensors, *(v.handle for v in variables)]).tangents)
+
+
+def _symbolic_gradient(op: tf.Operation, *_: tf.Tensor) -> None:
+    raise ModelError(
+        f"Expected gradients of a model in a pipeline to be taken by a tape in the function that calls it. Received: a "
+        f"gradient of {op.name} taken from outside, as through a `tf.function` or `tf.cond` inside `strategy.run`, or "
+        "by `tf.gradients`. Open the `tf.GradientTape` inside that function, or leave the function out: what is inside "
+        "`run` is one graph already."
+    )
+
+
+tf.RegisterGradient("GPipeOutput")(_symbolic_gradient)
+
+
+def identity_for_tapes(value: Any) -> Any:
+    """`tf.identity` whose gradient only a tape that knows better can take."""
+    if tf.executing_eagerly():
+        return tf.identity(value)
+    with tf.compat.v1.get_default_graph().gradient_override_map({"Identity": "GPipeOutput"}):
+        return tf.identity(value)
+
+
 def is_zeros(tensor: tf.Tensor) -> bool:
     """Whether a tape made up this gradient for an output that nothing used (only seen in graph mode)."""
     if not hasattr(tensor, "op"):
@@ -495,6 +536,8 @@ class PlacedFunction:
 
     def __call__(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         """Calls it under whatever `tf.device` is open."""
+        if not self._function.outputs:
+            return []  # no gradient passes through the stage, and it has no weights
         if self._remote is None or tf.executing_eagerly():
             return list(self._function(*flat))
         capture = tf.compat.v1.get_default_graph().capture

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_gpipe import values
 from tf_gpipe.errors import MicroBatchError
+from tf_gpipe.values import Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +48,12 @@ class Rows:
             return tf.constant(self.sizes[m] / max(self.total, 1), dtype)
         return tf.cast(self.sizes[m] / tf.maximum(self.total, 1), dtype)  # int32 by int32 gives float64
 
-    def take(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
-        """Rows of micro-batch `m` of a tensor of shape `(N, ...)`."""
+    def take(self, value: Value, m: int) -> Value:
+        """Rows of micro-batch `m` of a value of shape `(N, ...)`."""
         if len(self) == 1:
-            return tensor
-        if self.is_static:
-            return tensor[self.begins[m] : self.begins[m] + self.sizes[m]]
-        return tensor[self.begins[m] : self.begins[m] + tf.maximum(self.sizes[m], 1)]
+            return value
+        size = self.sizes[m] if self.is_static else tf.maximum(self.sizes[m], 1)
+        return values.rows_of(value, self.begins[m], size)
 
     def take_gradient(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
         """As `take`, for the gradient of a gathered output: zero for a micro-batch that counts for nothing."""
@@ -61,15 +62,15 @@ class Rows:
             return part
         return tf.where(tf.equal(self.sizes[m], 0), tf.zeros_like(part), part)
 
-    def counted(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
+    def counted(self, value: Value, m: int) -> Value:
         """The rows of an output of micro-batch `m` that belong to the mini-batch."""
-        return tensor if self.is_static else tensor[: self.sizes[m]]
+        return value if self.is_static else values.rows_of(value, 0, self.sizes[m])
 
-    def gather(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    def gather(self, parts: Sequence[Value]) -> Value:
         """Puts the outputs of all micro-batches together again, in order: shape `(N, ...)`."""
         if len(parts) == 1:
             return parts[0]
-        return tf.concat([self.counted(part, m) for m, part in enumerate(parts)], axis=0)
+        return values.concatenated([self.counted(part, m) for m, part in enumerate(parts)])
 
 
 def split_rows(num_rows: int | tf.Tensor, num_micro_batches: int) -> Rows:
@@ -103,7 +104,7 @@ def split_rows(num_rows: int | tf.Tensor, num_micro_batches: int) -> Rows:
     return Rows(begins, sizes, num_rows, None)
 
 
-def count_rows(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> int | tf.Tensor:
+def count_rows(tensors: Sequence[Value], names: Sequence[str]) -> int | tf.Tensor:
     """N, the common length of the first axis of a model's inputs.
 
     Args:
@@ -130,10 +131,10 @@ def count_rows(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> int | tf.T
             "Make the first axis of every input the batch axis."
         )
     first = next((i for i, tensor in enumerate(tensors) if tensor.shape[0] is not None), 0)
-    rows = int(tensors[first].shape[0]) if known else tf.shape(tensors[first])[0]
+    rows = int(tensors[first].shape[0]) if known else values.num_rows(tensors[first])
     checks = [
         tf.debugging.assert_equal(
-            tf.shape(tensor)[0],
+            values.num_rows(tensor),
             rows,
             "Expected all inputs of the model to have the same number of rows, in their first axis. Received: input "
             f"{name} differs from input {names[first]}.",

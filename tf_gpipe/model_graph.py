@@ -304,7 +304,7 @@ def build(model: keras.Model, inputs: Any = None, training: bool | None = None) 
         The chain.
 
     Raises:
-        ValueError: the model has no operations, or a subclassed model's `call` cannot be followed.
+        ValueError: a subclassed model's `call` cannot be followed.
     """
     graph = compat.graph_of(model)
     nodes: Iterable[compat.Node]
@@ -321,8 +321,6 @@ def build(model: keras.Model, inputs: Any = None, training: bool | None = None) 
     if isinstance(model, keras.Sequential):
         for ref in (*inputs_refs, *tree.flatten(outputs)):
             builder.specs[ref] = builder.specs[ref].of_any_batch()
-    if not builder.steps:
-        raise ModelError(f"Expected a model with at least one operation. Received: '{model.name}', which has none.")
     for step in builder.steps:
         _refuse(model, step)
     return ModelGraph(model, tuple(builder.steps), inputs_refs, outputs, builder.specs)
@@ -372,11 +370,16 @@ def check_splittable(graph: ModelGraph, num_micro_batches: int) -> None:
                     )
 
 
-def _symbolic(tensor: Any) -> keras.KerasTensor | None:
-    """A symbolic input for a tensor; None for an optional input that is not there."""
+def symbolic_input(tensor: Any) -> keras.KerasTensor | None:
+    """A symbolic input for a tensor or its spec, of any batch size; None for an optional one that is not there."""
     if tensor is None:
         return None
-    return keras.Input(batch_shape=(None, *tensor.shape[1:]), dtype=keras.backend.standardize_dtype(tensor.dtype))
+    return keras.Input(
+        batch_shape=(None, *tensor.shape[1:]),
+        dtype=keras.backend.standardize_dtype(tensor.dtype),
+        sparse=isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec),
+        ragged=isinstance(tensor, tf.RaggedTensor | tf.RaggedTensorSpec),
+    )
 
 
 def _follow(
@@ -388,7 +391,7 @@ def _follow(
             f"Expected the inputs of '{model.name}' to be known, since it is a subclassed model whose `call` must be "
             "followed. Received: none. Call it once on data first: `model.fit`, or `strategy.run(model, (x,))`."
         )
-    symbolic = tree.map_structure(_symbolic, inputs)
+    symbolic = tree.map_structure(symbolic_input, inputs)
     call = type(model).call.__get__(model)  # not `model.call`, which the strategy replaces while the model is called
     takes_training = "training" in inspect.signature(call).parameters
     known = {"training": training} if takes_training and training is not None else {}

@@ -25,7 +25,7 @@ from typing import SupportsIndex
 
 from tf_gpipe.errors import PartitionError
 
-__all__ = ["balance", "explicit"]
+__all__ = ["balance", "balance_around", "explicit"]
 
 _MAX_NAMES_IN_ERROR = 8
 
@@ -76,6 +76,48 @@ def balance(
     if boundary_bytes is not None:
         crossing, _ = _whole_numbers("boundary_bytes", boundary_bytes, num_operations)
     return _most_even(loads, crossing, furthest, num_stages)
+
+
+def balance_around(costs: Sequence[float], stages: Sequence[int | None], num_stages: int) -> tuple[int, ...]:
+    """Divides a chain of operations, some of which have their stages already, so that the heaviest is light.
+
+    Args:
+        costs: cost of each of n operations, ≥ 0, in any unit.
+        stages: n entries: the stage of an operation that has one, in ascending order, else None.
+        num_stages: K.
+
+    Returns:
+        K counts that add up to n; 0 where nothing is left for a stage.
+
+    Example:
+        >>> balance_around([1, 1, 1, 1, 1, 1], [0, 0, None, None, None, None], num_stages=3)
+        (2, 2, 2)
+        >>> balance_around([1, 1, 1, 1], [None, 1, None, None], num_stages=3)
+        (1, 2, 1)
+    """
+    num_operations = len(costs)
+    sums, _ = _prefix_sums("costs", costs, num_operations)
+    fixed = [(i, stage) for i, stage in enumerate(stages) if stage is not None]
+    # Stage k may begin after the operations of the stages before it, and must before its own.
+    lows = [max((i + 1 for i, stage in fixed if stage < k), default=0) for k in range(num_stages)] + [num_operations]
+    highs = [min((i for i, stage in fixed if stage >= k), default=num_operations) for k in range(num_stages)]
+    highs.append(num_operations)
+
+    def cuts(limit: int) -> list[int] | None:
+        """Where stages begin if each is filled up to a limit; None if that is not enough."""
+        found = [0]
+        for k in range(1, num_stages + 1):
+            found.append(min(bisect_right(sums, sums[found[-1]] + limit) - 1, highs[k]))
+            if found[-1] < lows[k]:
+                return None
+        return found
+
+    low, high = 0, sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cuts(middle) is not None else (middle + 1, high)
+    best = cuts(low) or [0] * num_stages + [num_operations]
+    return tuple(end - start for start, end in itertools.pairwise(best))
 
 
 def explicit(partition: Sequence[int] | Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:

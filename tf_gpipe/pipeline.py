@@ -30,6 +30,7 @@ from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
 from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
+from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -43,7 +44,7 @@ class PipelineOutput:
         losses: what the model's layers passed to `add_loss`, with the layer that did.
     """
 
-    outputs: list[tf.Tensor]
+    outputs: list[Value]
     losses: list[tuple[keras.Layer, tf.Tensor]]
 
 
@@ -62,22 +63,29 @@ class Pipeline:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
         self.remat = remat
+        self.jit_compile = jit_compile
         self.stages = [Stage(stage, jit_compile=jit_compile) for stage in plan.stages if stage.steps]
 
-    def __call__(self, inputs: Sequence[tf.Tensor | None], training: bool | None) -> PipelineOutput:
+    def renewed(self) -> Pipeline:
+        """The same without what was traced: for layers that have been changed."""
+        count = self.num_micro_batches
+        return Pipeline(self.plan, num_micro_batches=count, remat=self.remat, jit_compile=self.jit_compile)
+
+    def __call__(self, inputs: Sequence[Value | None], training: bool | None) -> PipelineOutput:
         """Runs the model on a mini-batch.
 
         Args:
             inputs: the model's inputs, flat, each of shape `(N, ...)`, or None for an optional one.
             training: the training flag.
         """
+        compat.keep_alive(self)
         return Call(self, list(inputs), training).run()
 
 
 class Call:
     """One pipelined call: the values at all boundaries, from the first forward task to the last backward task."""
 
-    def __init__(self, pipeline: Pipeline, inputs: list[tf.Tensor | None], training: bool | None) -> None:
+    def __init__(self, pipeline: Pipeline, inputs: list[Value | None], training: bool | None) -> None:
         self.pipeline = pipeline
         self.stages = pipeline.stages
         self.graph = pipeline.plan.graph
@@ -87,15 +95,15 @@ class Call:
         there = [(t, name) for t, name in given if t is not None]
         rows = count_rows([t for t, _ in there], [name for _, name in there])
         self.rows: Rows = split_rows(rows, pipeline.num_micro_batches)
-        self.schedule = Schedule.gpipe(len(self.stages), len(self.rows))
-        self.values: dict[tuple[Ref, int], tf.Tensor | None] = {}
+        self.schedule = Schedule.gpipe(max(len(self.stages), 1), len(self.rows))
+        self.values: dict[tuple[Ref, int], Value | None] = {}
         self.masks: dict[tuple[Ref, int], tf.Tensor | None] = {}
         self.results: dict[Task, ForwardResult] = {}
         self.flat_inputs: dict[Task, list[tf.Tensor]] = {}
         self.signatures: list[Signature] = []
         self.forwards: list[Forward] = []
         self.last_task: dict[int, tf.Operation] = {}
-        self.kinds: dict[Ref, tf.TensorSpec | None] = {}
+        self.kinds: dict[Ref, Kind | None] = {}
         self.needs_gradient: dict[Ref, bool] = {}
 
     @property
@@ -106,8 +114,7 @@ class Call:
 
     def is_float(self, ref: Ref) -> bool:
         """Whether gradients flow through a boundary tensor; False where there is none."""
-        kind = self.kinds.get(ref)
-        return kind is not None and kind.dtype.is_floating
+        return has_gradient(self.kinds.get(ref))
 
     # --- [1] to [3]: forward ---
 
@@ -119,7 +126,8 @@ class Call:
         self._trace()
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
             self.needs_gradient[ref] = bool(self.is_float(ref) and recording and compat.is_watched([tensor]))
-        self._find_needs()
+        self._find_needs(recording)
+        self._refuse_forward_mode()
         kept = self._kept_micro_batches() if recording and self.training else set()
         with compat.stop_recording():
             self._normalise_kernels()
@@ -129,7 +137,7 @@ class Call:
             self._update_state()
         if recording:
             logits = [compat.logits_of(t) for t in outputs]
-            floats = [t for t in (*outputs, *logits) if t is not None and t.dtype.is_floating]
+            floats = [t for t in (*outputs, *logits) if has_gradient(kind_of(t))]
             self._record([*floats, *(loss for _, loss in losses)])
         return PipelineOutput(outputs, losses)
 
@@ -149,7 +157,7 @@ class Call:
         """Traces every stage's forward function, each for what the ones before it give."""
         specs: dict[Ref, Any] = {}
         for ref in self.graph.inputs:
-            specs[ref] = tuple(self._input_spec(tensors[ref, 0]) for tensors in (self.values, self.masks))
+            specs[ref] = tuple(self._input_kind(tensors[ref, 0]) for tensors in (self.values, self.masks))
         for stage in self.stages:
             values, masks = (
                 zip(*(specs[ref] for ref in stage.plan.inputs), strict=True) if stage.plan.inputs else ((), ())
@@ -165,10 +173,8 @@ class Call:
             self.forwards.append(forward)
         self.kinds = {ref: value for ref, (value, _) in specs.items()}
 
-    def _input_spec(self, tensor: tf.Tensor | None) -> tf.TensorSpec | None:
-        if tensor is None:
-            return None
-        return tf.TensorSpec([self.rows.static_size, *tensor.shape[1:]], tensor.dtype)
+    def _input_kind(self, value: Value | None) -> Kind | None:
+        return None if value is None else kind_of(value, [self.rows.static_size, *value.shape[1:]])
 
     def _normalise_kernels(self) -> None:
         done: list[keras.layers.SpectralNormalization] = []
@@ -179,16 +185,39 @@ class Call:
                 with tf.device(compat.raw_variable(layer.kernel).device):
                     state.normalise_kernel(layer)
 
-    def _find_needs(self) -> None:
+    def _find_needs(self, recording: bool) -> None:
         """Which boundary tensors a gradient is of use for."""
         for stage, signature in zip(self.stages, self.signatures, strict=True):
             needs = bool(stage.trained(signature)) or any(self.needs_gradient[ref] for ref in stage.plan.inputs)
             for ref in stage.plan.outputs:
                 self.needs_gradient[ref] = needs and self.is_float(ref)
+                if needs and recording:
+                    self._refuse_composite(stage, ref)
+
+    def _refuse_forward_mode(self) -> None:
+        inputs = [tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.is_float(ref)]
+        pairs = zip(self.stages, self.signatures, strict=True)
+        weights = [compat.raw_variable(v) for stage, signature in pairs for v in stage.trained(signature)]
+        if compat.has_tangents(inputs, weights):
+            raise ModelError(
+                f"Expected gradients to be taken by a `tf.GradientTape`. Received: a `tf.autodiff.ForwardAccumulator` "
+                f"around '{self.graph.model.name}' inside `strategy.run`. Call the model outside the pipeline for it."
+            )
+
+    def _refuse_composite(self, stage: Stage, ref: Ref) -> None:
+        """No gradient is handed from stage to stage for the values of a ragged or sparse tensor."""
+        kind = self.kinds[ref]
+        if kind is not None and not is_dense(kind) and kind.dtype.is_floating:
+            step = next(step for step in stage.plan.steps if ref in step.outputs)
+            raise ModelError(
+                "Expected dense tensors where gradients leave a stage. Received: a ragged or sparse one, made by "
+                f"'{step.name}' of '{self.graph.model.name}'. Make it dense in the same stage (cut elsewhere with "
+                "`partition`), or pass it on as a dense tensor: `to_tensor()`, `tf.sparse.to_dense`."
+            )
 
     def _run_forward(self, kept: set[int]) -> None:
         states = _States()
-        tasks = [task for task in self.schedule.order() if task.kind == "forward"]
+        tasks = [task for task in self.schedule.order() if task.kind == "forward" and self.stages]
         # Any order in which inputs are there will do: what runs when is decided by data and control dependencies.
         for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
             stage, forward = self.stages[task.stage], self.forwards[task.stage]
@@ -231,21 +260,21 @@ class Call:
         if made and not tf.executing_eagerly():
             self.last_task[task.stage] = made[0].op
 
-    def _gather_outputs(self) -> list[tf.Tensor]:
+    def _gather_outputs(self) -> list[Value]:
         outputs = []
         for ref in self.graph.flat_outputs:
             parts = [self.values[ref, m] for m in range(len(self.rows))]
             masks = [self.masks[ref, m] for m in range(len(self.rows))]
-            output = tf.identity(self._gather(ref, parts))
+            output = compat.identity_for_tapes(self._gather(ref, parts))
             if masks[0] is not None:
                 compat.set_keras_mask(output, self._gather(ref, masks))
             if self.is_float(ref.logits):
                 parts = [self.values[ref.logits, m] for m in range(len(self.rows))]
-                compat.set_logits(output, tf.identity(self.rows.gather(parts)))
+                compat.set_logits(output, compat.identity_for_tapes(self.rows.gather(parts)))
             outputs.append(output)
         return outputs
 
-    def _gather(self, ref: Ref, parts: Sequence[Any]) -> tf.Tensor:
+    def _gather(self, ref: Ref, parts: Sequence[Any]) -> Value:
         spec = self.graph.specs[ref]
         if len(parts) > 1 and (parts[0].shape.rank == 0 or (spec.shape and spec.shape[0] is not None)):
             raise ModelError(
@@ -323,9 +352,9 @@ class Call:
         compat.record_operation("GPipe", differentiable, inputs, weights, gradient)
 
 
-def _host_of(inputs: Sequence[tf.Tensor | None]) -> str | None:
+def _host_of(inputs: Sequence[Value | None]) -> str | None:
     """Where a mini-batch is split: where it was made, if that is known, else on the host, which it comes from."""
-    made = {tensor.device for tensor in inputs if tensor is not None}
+    made = {tensor.device for tensor in components(inputs)}
     return made.pop() or "/CPU:0" if len(made) == 1 else "/CPU:0"
 
 

@@ -148,12 +148,14 @@ def make_plan(graph: ModelGraph, devices: Sequence[str], how: Partition) -> Plan
         how: "flops", K operation counts, or K − 1 operation names to cut before.
 
     Raises:
-        ValueError: more stages than operations, or an explicit partition that does not fit the model.
+        ValueError: an explicit partition that does not fit the model.
     """
     measured = costs.costs(graph)
     if how == "flops":
         loads = [cost.flops for cost in measured]
-        counts = partition.balance(loads, len(devices), boundary_bytes=costs.boundary_bytes(graph))
+        used = min(len(devices), len(loads))  # a small model leaves the last devices without work
+        counts = partition.balance(loads, used, boundary_bytes=costs.boundary_bytes(graph)) if used else ()
+        counts += (0,) * (len(devices) - used)
     else:
         counts = partition.explicit(how, graph.names, len(devices))
     return from_counts(graph, devices, counts)
@@ -197,17 +199,20 @@ def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[
     """
     if len(set(devices)) < len(devices):
         return None
-    at, counts, work = 0, [0] * len(devices), 0.0
     measured = costs.costs(graph)
-    for step, cost in zip(graph.steps, measured, strict=True):
+    stages: list[int | None] = []
+    for step in graph.steps:
         homes = {v.device for v in map(compat.raw_variable, step.variables) if id(v) in placed}
-        stages = [k for k, device in enumerate(devices) if device in homes]
-        if len(stages) > 1 or (stages and stages[0] < at):
+        found = [k for k, device in enumerate(devices) if device in homes]
+        if len(found) > 1:
             return None
-        at = stages[0] if stages else at
-        work += cost.flops if stages else 0.0
-        counts[at] += 1
-    return from_counts(graph, devices, counts) if work > sum(cost.flops for cost in measured) / 2 else None
+        stages.append(found[0] if found else None)
+    known = [stage for stage in stages if stage is not None]
+    work = sum(cost.flops for cost, stage in zip(measured, stages, strict=True) if stage is not None)
+    if known != sorted(known) or work <= sum(cost.flops for cost in measured) / 2:
+        return None
+    counts = partition.balance_around([cost.flops for cost in measured], stages, len(devices))
+    return from_counts(graph, devices, counts)
 
 
 def _short(number: float) -> str:

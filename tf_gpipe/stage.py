@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, residuals, state
-from tf_gpipe.body import Body, StageBody, present
+from tf_gpipe.body import Body, StageBody
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientSums
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
-
-Spec: TypeAlias = "tf.TensorSpec | None"
-"""Kind of a value or mask at a boundary; None where there is none (an optional input, a tensor without mask)."""
+from tf_gpipe.values import Kind, Value, components, has_gradient, kind_of, take_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +35,14 @@ class Signature:
 
     Attributes:
         training: the training flag.
-        values: kind of each input of the stage.
-        masks: kind of each input's mask.
+        values: kind of each input of the stage; None for an optional one that is not there.
+        masks: kind of each input's mask; None where it has none.
         trainable: which of the stage's weights are trained.
     """
 
     training: bool | None
-    values: tuple[Spec, ...]
-    masks: tuple[Spec, ...]
+    values: tuple[Kind | None, ...]
+    masks: tuple[Kind | None, ...]
     trainable: tuple[bool, ...]
 
 
@@ -84,8 +82,8 @@ class Forward:
     function: Callable[..., list[tf.Tensor]]
     given: Given
     outputs: tuple[Ref, ...]
-    values: tuple[Spec, ...]
-    masks: tuple[Spec, ...]
+    values: tuple[Kind | None, ...]
+    masks: tuple[Kind | None, ...]
     losses: tuple[tf.DType, ...]
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
@@ -96,7 +94,7 @@ class Forward:
 class ForwardResult:
     """What one call of a forward function gave."""
 
-    values: list[tf.Tensor | None]
+    values: list[Value | None]
     masks: list[tf.Tensor | None]
     states: list[tf.Tensor]
     losses: list[tf.Tensor]
@@ -165,7 +163,9 @@ class Stage:
         """Weights that a backward function reads where they are, so that they must be as they were."""
         return [v for v in self.weights if id(v) in self._body.weights]
 
-    def signature(self, training: bool | None, values: Sequence[Spec], masks: Sequence[Spec]) -> Signature:
+    def signature(
+        self, training: bool | None, values: Sequence[Kind | None], masks: Sequence[Kind | None]
+    ) -> Signature:
         """The kind of call for which functions are traced, with what is frozen now."""
         return Signature(training, tuple(values), tuple(masks), tuple(v.trainable for v in self.weights))
 
@@ -200,8 +200,8 @@ class Stage:
             function,
             given,
             made.outputs,
-            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in made.values),
-            tuple(None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in made.masks),
+            tuple(map(kind_of, made.values)),
+            tuple(map(kind_of, made.masks)),
             tuple(loss.dtype for loss in made.losses),
             tuple(made.loss_owners),
             tuple(m.layer for m in made.moments),
@@ -226,8 +226,8 @@ class Stage:
     def call_forward(self, forward: Forward, inputs: Sequence[tf.Tensor]) -> ForwardResult:
         """Calls a forward function on the flat tensors of `flatten_inputs`."""
         flat = list(forward.function(*inputs))
-        values = [None if spec is None else flat.pop(0) for spec in forward.values]
-        masks = [None if spec is None else flat.pop(0) for spec in forward.masks]
+        values = [take_value(kind, flat) for kind in forward.values]
+        masks = [take_value(kind, flat) for kind in forward.masks]
         states = [flat.pop(0) for _ in forward.given.states]
         losses = [flat.pop(0) for _ in forward.loss_owners]
         moments = [(flat.pop(0), flat.pop(0), flat.pop(0)) for _ in forward.moments_of]
@@ -328,7 +328,7 @@ class Stage:
     def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         plain = self.forward(signature)
         sums = GradientSums(self.trained(signature))
-        is_float = tuple(spec is not None and spec.dtype.is_floating for spec in plain.values)
+        is_float = tuple(map(has_gradient, plain.values))
         d_specs = _gradient_specs(plain, is_float, (True,) * len(plain.loss_owners))
         traced: list[residuals.Residuals] = []
 
@@ -414,21 +414,23 @@ def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequen
 
 
 def flatten_inputs(
-    values: Sequence[tf.Tensor | None], masks: Sequence[tf.Tensor | None], variables: Sequence[tf.Tensor]
+    values: Sequence[Value | None], masks: Sequence[tf.Tensor | None], variables: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """The flat tensors that a stage's functions begin with."""
-    return [*present(values), *present(masks), *variables]
+    return [*components(values), *components(masks), *variables]
 
 
 def _input_specs(signature: Signature, given: Given) -> list[tf.TensorSpec]:
-    specs = [spec for spec in (*signature.values, *signature.masks) if spec is not None]
-    return [*specs, *(tf.TensorSpec(v.shape, v.dtype) for v in given.variables)]
+    return [
+        *components((*signature.values, *signature.masks)),
+        *(tf.TensorSpec(v.shape, v.dtype) for v in given.variables),
+    ]
 
 
 def _unflatten(flat: Sequence[tf.Tensor], signature: Signature, given: Given) -> tuple[Any, Any, Any, Any]:
     """Values, masks and variables at the head of a stage function's arguments, and what follows them."""
     rest = list(flat)
-    values = [None if spec is None else rest.pop(0) for spec in signature.values]
-    masks = [None if spec is None else rest.pop(0) for spec in signature.masks]
+    values = [take_value(kind, rest) for kind in signature.values]
+    masks = [take_value(kind, rest) for kind in signature.masks]
     count = len(given.variables)
     return values, masks, rest[:count], rest[count:]

@@ -12,7 +12,7 @@ import functools
 import numbers
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import keras
@@ -25,6 +25,7 @@ from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import REMAT_MODES, Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
+from tf_gpipe.values import Value, is_dense
 
 
 class GPipeStrategy(tf.distribute.Strategy):
@@ -217,8 +218,15 @@ class GPipeStrategy(tf.distribute.Strategy):
         return known[key]
 
     def _pipelines_of(self, model: keras.Model) -> dict[Any, Pipeline]:
+        """The pipelines of a model, by what they serve; with every `compile` they begin anew."""
         # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
         owner = model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary())
+        compilation = compat.compilation_of(model)
+        if model.__dict__.setdefault("_gpipe_compilation", compilation) is not compilation:
+            model.__dict__["_gpipe_compilation"] = compilation
+            for strategy, known in owner.items():
+                # Operations stay where they are; a `call` of the user's may have become another and is followed again.
+                owner[strategy] = {key: p.renewed() for key, p in known.items() if isinstance(key, keras.Model)}
         return owner.setdefault(self, {})
 
     def _place_variables(self, plan: Plan, model: keras.Model) -> None:
@@ -262,12 +270,10 @@ class GPipeStrategy(tf.distribute.Strategy):
     ) -> Any:
         graph = compat.graph_of(model)
         if graph is None:
-            _check_dense(model, tree.flatten_with_path(inputs))
-            inputs = tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), inputs)
+            inputs = tree.map_structure(_as_value, inputs)
             flat = [leaf for leaf in tree.flatten(inputs) if leaf is not None]
         else:
             flat = compat.standardize_inputs(graph, inputs)
-            _check_dense(model, zip([tensor.name for tensor in graph.inputs], flat, strict=True))
         for tensor, part in zip(flat, tree.flatten(mask), strict=False):
             if part is not None:
                 compat.set_keras_mask(tensor, part)
@@ -404,21 +410,23 @@ def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
     """Builds a model that is called for the first time, with symbolic inputs and without a batch size."""
     if all(layer.built for layer in compat.flatten_layers(model)) and _is_built(model):
         return
-    specs = tree.map_structure(
-        lambda t: (
-            None if t is None else keras.KerasTensor((None, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype))
-        ),
-        args[0],
-    )
+    specs = tree.map_structure(model_graph.symbolic_input, args[0])
     # Of a model that was called before, a layer may be left that this kind of call builds, or none does.
     unless_needed = contextlib.suppress(Exception) if _is_built(model) else contextlib.nullcontext()
     with tf.init_scope(), unless_needed:
         compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
 
 
-def _kind(tensor: Any) -> tuple[tuple[int | None, ...], str] | None:
-    """What a subclassed model is followed for: the shape of a row and the dtype of an input."""
-    return None if tensor is None else (tuple(tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
+def _as_value(leaf: Any) -> Value | None:
+    return leaf if leaf is None or not is_dense(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _kind(tensor: Any) -> tuple[str, tuple[int | None, ...], str] | None:
+    """What a subclassed model is followed for: type, shape of a row, and dtype of an input."""
+    if tensor is None:
+        return None
+    form = "dense" if is_dense(tensor) else type(tensor).__name__
+    return form, tuple(tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype)
 
 
 def _check_compiled(model: keras.Model) -> None:
@@ -453,17 +461,6 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "")
     if value not in choices:
         listed = ", ".join(f'"{choice}"' for choice in choices)
         raise ArgumentError(f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}.")
-
-
-def _check_dense(model: keras.Model, named: Iterable[tuple[Any, Any]]) -> None:
-    """Raises for an input that cannot be split by rows; it has a name, or a path of keys and positions."""
-    for name, tensor in named:
-        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-            shown = f"'{name}'" if isinstance(name, str) else "".join(f"[{key!r}]" for key in name)
-            raise ModelError(
-                f"Expected dense tensors as inputs of '{model.name}'. Received: a {type(tensor).__name__} as input "
-                f"{shown}. Convert it with `to_tensor()` or `tf.sparse.to_dense` in the input pipeline."
-            )
 
 
 def _refuse_arguments(model: keras.Model, more: dict[str, Any]) -> None:
