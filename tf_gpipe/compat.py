@@ -606,8 +606,8 @@ def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.
 def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras.Variable]]:
     """Pairs (weight, slot) of all slots that an optimizer has made beside its weights."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        yield from slots_of(inner)
+    for part in [inner] if inner is not None else getattr(optimizer, "optimizers", ()):
+        yield from slots_of(part)
     weights = getattr(optimizer, "_trainable_variables", None)
     if not weights:
         return
