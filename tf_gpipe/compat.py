@@ -365,15 +365,14 @@ def placed_regularizers(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 def _placed_regularizer(regularizer: Callable[[Any], tf.Tensor], device: str) -> Callable[[Any], tf.Tensor]:
     def loss_of(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            loss = regularizer(value)
-
         def gradient(d_loss: tf.Tensor) -> tf.Tensor:
+            with tf.device(device), tf.GradientTape() as tape:
+                tape.watch(value)
+                loss = regularizer(value)
             with tf.device(device):
                 return tape.gradient(loss, value, output_gradients=d_loss)
 
-        return loss, gradient
+        return regularizer(value), gradient
 
     def placed(variable: Any) -> tf.Tensor:
         with tf.device(device):

@@ -256,7 +256,7 @@ class Call:
 
     def note_done(self, task: Task, results: Sequence[tf.Tensor | None]) -> None:
         """The next task of the stage waits for this one."""
-        made = [t for t in results if t is not None]
+        made = components(results)
         if made and not tf.executing_eagerly():
             self.last_task[task.stage] = made[0].op
 
