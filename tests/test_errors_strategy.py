@@ -137,16 +137,6 @@ def test_explicit_partitions(partition, parts):
         fit(model)
 
 
-def test_more_stages_than_operations():
-    strategy = tf_gpipe.GPipeStrategy(3, 2)
-    model = model_of(strategy=strategy)
-    message = says("at least 1 operation", "3 stages for a model of 2 operations", "Set num_stages to 2 or less")
-    with pytest.raises(PartitionError, match=message):
-        strategy.plan(model)
-    with pytest.raises(ValueError, match=message):
-        fit(model)
-
-
 # --- models ---
 
 
@@ -283,27 +273,6 @@ def test_further_arguments_of_a_model():
     message = says("'takes' to be called with its inputs, `training` and `mask` only", "Received: ['factor']", "inputs")
     with pytest.raises(ModelError, match=message):
         strategy.run(lambda: model(x, factor=tf.constant(2.0)))
-
-
-def test_a_gradient_of_a_gradient():
-    strategy = tf_gpipe.GPipeStrategy(2, 4)
-    model, x = model_of(strategy=strategy), tf.constant(X)
-
-    def penalty():
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = ops.sum(model(x, training=True) ** 2)
-            slope = inner.gradient(y, x)
-            loss = ops.mean(ops.square(slope))
-        return outer.gradient(loss, model.trainable_weights)
-
-    message = says("Expected first derivatives only", "a gradient of a gradient of 'model'", "outside the pipeline")
-    with pytest.raises(ModelError, match=message):
-        strategy.run(penalty)
-    with pytest.raises(ValueError, match=message):
-        tf.function(lambda: strategy.run(penalty))()
-    assert np.isfinite(fit(model)).all()
 
 
 # --- data ---

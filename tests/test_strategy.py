@@ -168,17 +168,25 @@ def test_a_variable_made_in_scope_is_a_plain_variable(strategy):
 
 
 def test_a_variable_is_colocated_with_another(strategy):
-    outside = tf.Variable(1.0)
+    with tf.distribute.OneDeviceStrategy("/CPU:0").scope():
+        of_another = tf.Variable(1.0)
     with strategy.scope():
         first = tf.Variable(1.0)
         if isinstance(strategy, tf_gpipe.GPipeStrategy):
             compat.move_variable(first, "/CPU:3")
         with strategy.extended.colocate_vars_with(first):
             assert tf.Variable(2.0).device == first.device
-        for stranger in ("not a variable", outside):
+        for stranger in ("not a variable", of_another):
             with pytest.raises(ValueError, match="must only be passed a variable created in this"):
                 strategy.extended.colocate_vars_with(stranger).__enter__()
         assert tf.Variable(3.0).device.endswith("CPU:0")
+
+
+def test_a_variable_is_colocated_with_one_of_no_strategy():
+    outside = tf.Variable(1.0)
+    compat.move_variable(outside, "/CPU:3")
+    with tf_gpipe.GPipeStrategy(2).scope() as strategy, strategy.extended.colocate_vars_with(outside):
+        assert tf.Variable(2.0).device == outside.device
 
 
 def test_variables_are_created_in_scope(strategy):

@@ -16,7 +16,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `Trainer._compile_config` | what a layer does may change with every `compile` |
 | `AutocastScope` | mixed precision inside a stage's body |
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
-| `pack_tangents` | whether forward-mode differentiation is under way |
+| `forwardprop_util` | whether forward-mode differentiation is under way |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
@@ -279,9 +279,9 @@ def in_stateless_scope() -> bool:
     return global_state.get_global_attribute("stateless_scope") is not None
 
 
-def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
-    """The strategy under whose scope a model was created."""
-    return getattr(model, "_distribute_strategy", None)
+def strategy_of(value: keras.Model | tf.Variable) -> tf.distribute.Strategy | None:
+    """The strategy under whose scope a model or variable was created."""
+    return getattr(value, "_distribute_strategy", None)
 
 
 def asks_for_xla(model: keras.Model) -> bool:

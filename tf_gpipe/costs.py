@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import keras
 
-from tf_gpipe.model_graph import ModelGraph, Step, TensorSpec
+from tf_gpipe.model_graph import ModelGraph, Ref, Step, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +50,28 @@ def costs(graph: ModelGraph) -> list[Cost]:
 
 def boundary_bytes(graph: ModelGraph) -> list[int]:
     """Bytes for one row that cross a cut before each operation; the model's own inputs do not count."""
+    return [sum(graph.specs[ref].bytes_per_row for ref in refs) for refs in _crossing(graph)]
+
+
+def pieces(graph: ModelGraph) -> list[int]:
+    """Numbers of operations that belong together, since a ragged or sparse tensor with a gradient is between them."""
+    counts: list[int] = []
+    for refs in _crossing(graph):
+        if counts and any(graph.specs[ref].is_float and not graph.specs[ref].is_dense for ref in refs):
+            counts[-1] += 1
+        else:
+            counts.append(1)
+    return counts
+
+
+def _crossing(graph: ModelGraph) -> list[list[Ref]]:
+    """For a cut before each operation, what was made before it and is used after it."""
     made_at = {ref: position for position, step in enumerate(graph.steps) for ref in step.outputs}
-    last_use: dict[int, int] = {}
-    for position, step in enumerate(graph.steps):
-        for ref in step.inputs:
-            last_use[ref.index] = position
-    crossing = [0] * len(graph.steps)
+    last_use = {ref: position for position, step in enumerate(graph.steps) for ref in step.inputs}
+    crossing: list[list[Ref]] = [[] for _ in graph.steps]
     for ref, start in made_at.items():
-        for position in range(start + 1, last_use.get(ref.index, start) + 1):
-            crossing[position] += graph.specs[ref].bytes_per_row
+        for position in range(start + 1, last_use.get(ref, start) + 1):
+            crossing[position].append(ref)
     return crossing
 
 

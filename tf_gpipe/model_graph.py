@@ -41,11 +41,15 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before any data: shape with None for the batch, dtype, name."""
+    """What is known of a tensor before any data: shape with None for the batch, dtype, name.
+
+    `is_dense` is False where it is sparse, or may be ragged: made from a ragged one, of unknown length.
+    """
 
     shape: tuple[int | None, ...]
     dtype: str
     name: str
+    is_dense: bool = True
 
     @property
     def is_float(self) -> bool:
@@ -206,9 +210,14 @@ class _Builder:
         self.specs: dict[Ref, TensorSpec] = {}
         self.names: dict[str, int] = {}
 
-    def new_ref(self, tensor: keras.KerasTensor) -> Ref:
+    def new_ref(self, tensor: keras.KerasTensor, made_from: Iterable[Ref] = ()) -> Ref:
         ref = Ref(len(self.specs))
-        self.specs[ref] = TensorSpec(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype), tensor.name)
+        shape = tuple(tensor.shape)
+        is_dense = not (tensor.sparse or getattr(tensor, "ragged", False))
+        # Keras notes that an input is ragged, and forgets it with the first operation.
+        is_dense &= None not in shape[1:] or all(self.specs[before].is_dense for before in made_from)
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        self.specs[ref] = TensorSpec(shape, dtype, tensor.name, is_dense)
         return ref
 
     def unique(self, name: str) -> str:
@@ -237,8 +246,8 @@ class _Builder:
                 for ref in outputs if isinstance(node.operation, keras.Sequential) else []:
                     self.specs[ref] = self.specs[ref].of_any_batch()
             else:
-                outputs = [self.new_ref(tensor) for tensor in node.outputs]
                 taken = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, Ref)]
+                outputs = [self.new_ref(tensor, taken) for tensor in node.outputs]
                 name = self.unique(f"{prefix}{node.operation.name}")
                 inputs_of_step = tuple(dict.fromkeys(taken))
                 self.steps.append(Step(name, node.operation, args, kwargs, inputs_of_step, tuple(outputs), training))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -152,10 +153,13 @@ def make_plan(graph: ModelGraph, devices: Sequence[str], how: Partition) -> Plan
     """
     measured = costs.costs(graph)
     if how == "flops":
-        loads = [cost.flops for cost in measured]
+        sizes, boundary = costs.pieces(graph), costs.boundary_bytes(graph)
+        starts = [0, *itertools.accumulate(sizes)]
+        loads = [sum(cost.flops for cost in measured[i:j]) for i, j in itertools.pairwise(starts)]
         used = min(len(devices), len(loads))  # a small model leaves the last devices without work
-        counts = partition.balance(loads, used, boundary_bytes=costs.boundary_bytes(graph)) if used else ()
-        counts += (0,) * (len(devices) - used)
+        found = partition.balance(loads, used, boundary_bytes=[boundary[i] for i in starts[:-1]]) if used else ()
+        ends = [0, *(starts[n] for n in itertools.accumulate(found))]
+        counts = (*(j - i for i, j in itertools.pairwise(ends)), *[0] * (len(devices) - used))
     else:
         counts = partition.explicit(how, graph.names, len(devices))
     return from_counts(graph, devices, counts)

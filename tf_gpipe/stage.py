@@ -146,6 +146,7 @@ class Stage:
         self.index = plan.index
         self.device = plan.device
         self._body = StageBody(plan)
+        self._choices = state.Choices()
         self._jit_compile = jit_compile
         self._forwards: dict[Signature, Forward] = {}
         self._backwards: dict[Any, Backward] = {}
@@ -216,7 +217,7 @@ class Stage:
             bodies.append(self._run(values, masks, signature.training, given, variables))
             return bodies[-1].flat
 
-        return self._trace(forward, _input_specs(signature, given)), bodies[-1]
+        return self._trace(signature, forward, _input_specs(signature, given)), bodies[-1]
 
     def _run(
         self, values: Any, masks: Any, training: bool | None, given: Given, variables: Sequence[tf.Tensor]
@@ -264,7 +265,7 @@ class Stage:
             gradients = tape.gradient(targets, sources, output_gradients=list(rest[: len(d_specs)]))
             return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
 
-        function = self._trace(backward, [*_input_specs(signature, forward.given), *d_specs, *sums.specs])
+        function = self._trace(signature, backward, [*_input_specs(signature, forward.given), *d_specs, *sums.specs])
         return Backward(function, sums.inputs, sums.dense, sums.sparse)
 
     def second(
@@ -316,7 +317,9 @@ class Stage:
             d_given = [tf.zeros_like(g) if d is None else d for g, d in zip(given, found, strict=False)]
             return [*d_given, *sums.add(sums.sort(found[len(given) :], wanted), before)]
 
-        function = self._trace(second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *sums.specs])
+        function = self._trace(
+            signature, second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *sums.specs]
+        )
         return Backward(function, sums.inputs, sums.dense, sums.sparse)
 
     def kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
@@ -348,12 +351,12 @@ class Stage:
             d_outputs, rest = flat[count : count + len(d_specs)], flat[count + len(d_specs) :]
             return sums.add(traced[-1].run(flat[:count], d_outputs), rest)
 
-        forward = self._trace(forward_kept, _input_specs(signature, plain.given))
+        forward = self._trace(signature, forward_kept, _input_specs(signature, plain.given))
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
             return Kept(plain, self.backward(signature, wanted, is_float, (True,) * len(plain.losses)), traced[-1])
-        backward = self._trace(backward_kept, [*specs, *d_specs, *sums.specs])
+        backward = self._trace(signature, backward_kept, [*specs, *d_specs, *sums.specs])
         return Kept(
             dataclasses.replace(plain, function=forward),
             Backward(backward, sums.inputs, sums.dense, sums.sparse),
@@ -388,7 +391,9 @@ class Stage:
                     "would see different weights. Make it non-trainable, or move the assignment into a callback."
                 )
 
-    def _trace(self, body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Callable[..., list[tf.Tensor]]:
+    def _trace(
+        self, signature: Signature, body: Callable[..., Any], specs: Sequence[tf.TensorSpec]
+    ) -> Callable[..., list[tf.Tensor]]:
         """Traces a function of flat tensors outside whatever graph is being built."""
         body.__name__ = f"stage_{self.index}_{body.__name__}"
         function = tf.function(
@@ -398,7 +403,7 @@ class Stage:
             jit_compile=self._jit_compile or None,
             experimental_attributes={"_noinline": True},
         )
-        with tf.init_scope(), compat.resume_recording():
+        with tf.init_scope(), compat.resume_recording(), self._choices.of(signature):
             return compat.PlacedFunction(function.get_concrete_function(), self.device)
 
 

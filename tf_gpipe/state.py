@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import compat
@@ -159,6 +161,36 @@ def normalise_kernel(layer: keras.layers.SpectralNormalization) -> None:
     """Does to a layer's kernel what its training call does, once for a mini-batch."""
     with compat.call_context(layer, training=True), compat.replaced(layer, "layer", tf.identity):
         type(layer).call(layer, tf.zeros([]), training=True)
+
+
+class Choices:
+    """What layers draw with Python's `random` and with numpy while they are traced, the same in every trace of a kind.
+
+    Plain Keras bakes such choices into its one trace of a step; a stage is traced once for its forward function and
+    again for each backward function.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[Hashable, tuple[Any, Any]] = {}
+
+    @contextlib.contextmanager
+    def of(self, kind: Hashable) -> Iterator[None]:
+        """Traces in here draw on from where the program is the first time, and what they drew then every other time."""
+        now = random.getstate(), np.random.get_state()
+        if kind not in self._before:
+            self._before[kind] = now
+            yield
+            return
+        _set_generators(self._before[kind])
+        try:
+            yield
+        finally:
+            _set_generators(now)
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 # Of `tf.random`, of `tf.random.Generator`, and of losses and image operations that draw.

@@ -338,7 +338,10 @@ class _Extended(compat.OneDeviceExtended):
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
         """A variable of no strategy is as good as our own: it stands on one device, too."""
-        if getattr(colocate_with_variable, "_distribute_strategy", None) is not None:
+        if (
+            not isinstance(colocate_with_variable, tf.Variable)
+            or compat.strategy_of(colocate_with_variable) is not None
+        ):
             super()._validate_colocate_with_variable(colocate_with_variable)
 
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
