@@ -29,7 +29,7 @@ setup(
         "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
         "tpu": ["tensorflow-tpu>=2.19,<2.21"],  # No TPU wheel exists after 2.20.
         "examples": EXAMPLES,
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", *EXAMPLES],
+        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", "tensorboard", *EXAMPLES],
     },
     keywords=["tensorflow", "keras", "gpipe", "pipeline parallelism", "model parallelism", "rematerialisation"],
     classifiers=[
