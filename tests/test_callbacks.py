@@ -1,7 +1,5 @@
 """Callbacks of Keras do in a pipeline what they do plainly, and are told the same."""
 
-import importlib.util
-
 import keras
 import numpy as np
 import pytest
@@ -117,7 +115,6 @@ def test_moving_average_overwrites_weights_at_the_end():
     assert_same_optimizer(plain, ours)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 def test_tensorboard(tmp_path):
     folders = iter([tmp_path / "plain", tmp_path / "ours"])
 

@@ -68,6 +68,17 @@ def test_changelog_names_the_version():
     assert tf_gpipe.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_tests_named_in_the_table_of_features_exist():
+    rows = [line for line in (ROOT / "docs" / "compatibility.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [row.strip("| ").split(" | ")[2] for row in rows if "test_" in row]
+    assert len(cells) > 50
+    for cell in cells:
+        for file, names in (part.split(": ") for part in cell.split("; ")):
+            source = (ROOT / "tests" / f"{file}.py").read_text()
+            for name in names.split(", "):
+                assert f"\ndef {name}(" in source, f"{file}: {name}"
+
+
 def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
