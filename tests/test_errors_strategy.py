@@ -199,6 +199,22 @@ def test_a_stateful_recurrent_layer():
     assert np.isfinite(fit(model, normal(ROWS, 3, 2))).all()
 
 
+class LossOfRows(layers.Layer):
+    """Adds a loss for each row, of which plain Keras takes the sum."""
+
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x), axis=1))
+        return x
+
+
+def test_a_loss_that_is_no_scalar():
+    model = model_of(LossOfRows(name="by_row"))
+    with pytest.raises(ModelError, match=says("scalar losses", "from 'by_row' of 'model'", "`keras.ops.mean`")):
+        fit(model)
+    whole = model_of(LossOfRows(), strategy=tf_gpipe.GPipeStrategy(2, 1))
+    assert np.isfinite(fit(whole)).all()
+
+
 class Counting(layers.Layer):
     """Counts its calls in a variable of TensorFlow."""
 

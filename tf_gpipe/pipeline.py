@@ -289,6 +289,7 @@ class Call:
         pooled = []
         for k, forward in enumerate(self.forwards):
             for i, owner in enumerate(forward.loss_owners):
+                self._refuse_unreduced(owner, forward.losses[i])
                 with tf.device(self.stages[k].device):
                     parts = [
                         self.rows.weight(m, loss.dtype) * loss
@@ -297,6 +298,15 @@ class Call:
                     ]
                     pooled.append((owner, tf.add_n(parts)))
         return pooled
+
+    def _refuse_unreduced(self, owner: keras.Layer, kind: Kind | None) -> None:
+        """A loss for each row would have to be added over micro-batches, others averaged; the shape does not tell."""
+        if len(self.rows) > 1 and kind is not None and kind.shape.rank != 0:
+            raise ModelError(
+                f"Expected layers to add scalar losses. Received: one of shape {tuple(kind.shape)} from "
+                f"'{owner.name}' of '{self.graph.model.name}'. Reduce it before `add_loss`, as by `keras.ops.mean`, or "
+                "set num_micro_batches=1."
+            )
 
     def _update_state(self) -> None:
         """Assigns what the stages changed, once for the mini-batch."""

@@ -73,7 +73,7 @@ class Forward:
         given: variables that it takes.
         outputs: refs of what comes out: the stage's outputs, and logits of such of them as are the model's.
         values, masks: kinds of these and of their masks.
-        losses: dtype of each loss that a layer made.
+        losses: kind of each loss that a layer made.
         loss_owners: that layer.
         moments_of: the batch-norm layer of each group of moments.
         normalised: layers whose kernels are to be normalised before the first micro-batch.
@@ -84,7 +84,7 @@ class Forward:
     outputs: tuple[Ref, ...]
     values: tuple[Kind | None, ...]
     masks: tuple[Kind | None, ...]
-    losses: tuple[tf.DType, ...]
+    losses: tuple[Kind | None, ...]
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
     normalised: tuple[keras.layers.SpectralNormalization, ...]
@@ -203,7 +203,7 @@ class Stage:
             made.outputs,
             tuple(map(kind_of, made.values)),
             tuple(map(kind_of, made.masks)),
-            tuple(loss.dtype for loss in made.losses),
+            tuple(map(kind_of, made.losses)),
             tuple(made.loss_owners),
             tuple(m.layer for m in made.moments),
             tuple(made.normalised),
@@ -415,7 +415,7 @@ def _targets(body: Body, d_values: Sequence[bool], d_losses: Sequence[bool]) -> 
 
 def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
     specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
-    return [*specs, *(tf.TensorSpec([], d) for d, there in zip(forward.losses, d_losses, strict=True) if there)]
+    return [*specs, *(spec for spec, there in zip(forward.losses, d_losses, strict=True) if there)]
 
 
 def flatten_inputs(
