@@ -443,4 +443,5 @@ def test_variables_that_cannot_be_followed_stay_where_they_are():
     assert [weight.value.device for weight in forwards.weights] == before
     weights = [w.numpy() for w in forwards.weights]
     forwards.fit(rows, rows, verbose=0)
-    assert all((new.numpy() != old).any() for new, old in zip(backwards.weights, [*weights[2:], *weights[:2]], strict=True))
+    of_b_and_a = [*weights[2:], *weights[:2]]
+    assert all((new.numpy() != old).any() for new, old in zip(backwards.weights, of_b_and_a, strict=True))
