@@ -123,7 +123,7 @@ class BackwardPass:
     def _run_task(self, task: Task) -> None:
         k, m = task.stage, task.micro_batch
         call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
-        wanted = call.wanted(stage)
+        wanted = call.wanted(signature)
         if not any(wanted) and not stage.trained(signature):
             return
         with call.placed(task):
@@ -147,7 +147,7 @@ class BackwardPass:
         call.note_done(task, made)
         self.done[task] = _Done(backward, given, *there)
         for i in backward.inputs:
-            self.gradients.setdefault((stage.plan.inputs[i], m), []).append(made.pop(0))
+            self.gradients.setdefault((signature.inputs[i], m), []).append(made.pop(0))
         self.totals.take(k, backward, made)
 
     def _completed(self, refs: Sequence[Ref], given: Sequence[tf.Tensor | None], m: int) -> list[tf.Tensor | None]:
@@ -209,11 +209,11 @@ class _SecondPass:
         k, m = task.stage, task.micro_batch
         call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
         weights = self.totals.trained[k]
-        dd = [self.dd.get((stage.plan.inputs[i], m)) for i in done.backward.inputs]
+        dd = [self.dd.get((signature.inputs[i], m)) for i in done.backward.inputs]
         dd += [self.dd_weights.get(id(weights[i])) for i in done.backward.dense]
         if all(d is None for d in dd):
             return
-        wanted, there = call.wanted(stage), tuple(d is not None for d in dd)
+        wanted, there = call.wanted(signature), tuple(d is not None for d in dd)
         with call.placed(task, "second"):
             second = stage.second(signature, wanted, done.d_values, done.d_losses, there)
             arguments = [*call.flat_inputs[Task("forward", k, m)], *done.given, *(d for d in dd if d is not None)]
@@ -226,7 +226,7 @@ class _SecondPass:
                 before = self.dd_losses[k][i]
                 self.dd_losses[k][i] = share if before is None else before + share
         for i in second.inputs:
-            self.given.setdefault((stage.plan.inputs[i], m), []).append(made.pop(0))
+            self.given.setdefault((signature.inputs[i], m), []).append(made.pop(0))
         self.totals.take(k, second, made)
 
     def gradients_of_outputs(self) -> list[tf.Tensor | None]:

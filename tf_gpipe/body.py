@@ -26,7 +26,7 @@ class Body:
     """What one run of the operations gave.
 
     Attributes:
-        outputs: refs of what comes out: the stage's outputs, and logits of such of them as are the model's.
+        outputs: refs of what comes out: the stage's outputs, and logits of such of them as have some.
         values, masks: tensors for them.
         states: new values of the state that was given.
         losses: what layers passed to `add_loss`.
@@ -73,6 +73,15 @@ class StageBody:
         passed = {id(v) for v in plan.variables if id(v) not in own and v.trainable}
         self.weights = layer_weights | passed
 
+    @property
+    def captured(self) -> set[int]:
+        """Identities of the weights that functions read where they are: on the stage's own device.
+
+        A weight of another stage (tied weights) is given, which sends it once instead of once for each micro-batch.
+        """
+        here = {id(v) for v in self.plan.variables if compat.raw_variable(v).device == self.plan.device}
+        return self.weights & here
+
     def likely_states(self, training: bool | None) -> dict[int, keras.Variable]:
         """Variables that a training pass is sure to assign: states of seed generators."""
         seeds = [v for layer in self.layers for v in compat.own_seed_states(layer)] if training else []
@@ -83,11 +92,12 @@ class StageBody:
         pooling = [layer for layer in self.layers if state.pools_statistics(layer) and training and layer.trainable]
         pooled = {id(v) for layer in pooling for v in (layer.moving_mean, layer.moving_variance)}
         seeds = {id(v) for layer in self.layers for v in compat.own_seed_states(layer)}
-        others = [v for v in self.plan.variables if id(v) not in self.weights | pooled | seeds]
+        others = [v for v in self.plan.variables if id(v) not in self.captured | pooled | seeds]
         return {id(v): v for v in others}
 
     def run(
         self,
+        inputs: Sequence[Ref],
         values: Sequence[Value | None],
         masks: Sequence[tf.Tensor | None],
         training: bool | None,
@@ -98,7 +108,8 @@ class StageBody:
         """Runs the operations.
 
         Args:
-            values: the stage's inputs.
+            inputs: refs of the stage's inputs, and of logits of such of them as have some.
+            values: tensors for them.
             masks: their masks.
             training: the training flag.
             variables: those that are given: first `num_states` that may be assigned, then those that are only read.
@@ -106,7 +117,10 @@ class StageBody:
             num_states: see there.
         """
         plan = self.plan
-        made: dict[Ref, Any] = dict(zip(plan.inputs, values, strict=True))
+        made: dict[Ref, Any] = dict(zip(inputs, values, strict=True))
+        for ref in inputs:
+            if ref.is_logits:
+                compat.set_logits(made[Ref(ref.index)], made[ref])
         for value, mask in zip(values, masks, strict=True):
             if value is not None and mask is not None:
                 compat.set_keras_mask(value, mask)
@@ -141,14 +155,17 @@ class StageBody:
             moments,
             normalised,
             {key: v for key, v in scope.assigned.items() if key not in pooled},
-            {key: v for key, v in read.items() if key not in self.weights | pooled} | kernels,
+            {key: v for key, v in read.items() if key not in self.captured | pooled} | kernels,
         )
 
     def _outputs(self, made: dict[Ref, Any]) -> tuple[tuple[Ref, ...], list[Value | None]]:
-        """What comes out, with the logits of a softmax or sigmoid, from which Keras takes a crossentropy."""
+        """What comes out, with the logits of a softmax or sigmoid, from which Keras takes a crossentropy.
+
+        Layers of later stages may return such a tensor as it is, so that logits are passed on with whatever has some.
+        """
         found = {ref: made[ref] for ref in self.plan.outputs}
-        for ref in [ref for ref in self.plan.outputs if ref in self.plan.graph.flat_outputs]:
-            logits = compat.logits_of(made[ref])
+        for ref in self.plan.outputs:
+            logits = compat.logits_of(made[ref]) if made[ref] is not None else None
             if logits is not None:
                 found[ref.logits] = logits
         return tuple(found), list(found.values())

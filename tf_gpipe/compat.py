@@ -226,8 +226,10 @@ class RecordingScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Called by `variable.assign` inside the scope."""
-        self.assigned[id(update[0])] = update[0]
-        super().add_update(update)
+        variable, value = update
+        self.assigned[id(variable)] = variable
+        # Who reads a variable gets no gradient from what was assigned to it.
+        super().add_update((variable, tf.stop_gradient(value) if tf.is_tensor(value) else value))
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Called by `variable.value` inside the scope."""

@@ -159,12 +159,12 @@ class Call:
         for ref in self.graph.inputs:
             specs[ref] = tuple(self._input_kind(tensors[ref, 0]) for tensors in (self.values, self.masks))
         for stage in self.stages:
-            values, masks = (
-                zip(*(specs[ref] for ref in stage.plan.inputs), strict=True) if stage.plan.inputs else ((), ())
-            )
-            signature = stage.signature(self.training, values, masks)
             try:
+                signature = stage.signature(self.training, specs)
                 forward = stage.forward(signature)
+                if signature != stage.signature(self.training, specs):  # weights of other stages were found
+                    signature = stage.signature(self.training, specs)
+                    forward = stage.forward(signature)
             except Exception as error:
                 compat.add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
                 raise
@@ -187,9 +187,9 @@ class Call:
 
     def _find_needs(self, recording: bool) -> None:
         """Which boundary tensors a gradient is of use for."""
-        for stage, signature in zip(self.stages, self.signatures, strict=True):
-            needs = bool(stage.trained(signature)) or any(self.needs_gradient[ref] for ref in stage.plan.inputs)
-            for ref in stage.plan.outputs:
+        for stage, signature, forward in zip(self.stages, self.signatures, self.forwards, strict=True):
+            needs = bool(stage.trained(signature)) or any(self.wanted(signature))
+            for ref in forward.outputs:
                 self.needs_gradient[ref] = needs and self.is_float(ref)
                 if needs and recording:
                     self._refuse_composite(stage, ref)
@@ -220,13 +220,14 @@ class Call:
         tasks = [task for task in self.schedule.order() if task.kind == "forward" and self.stages]
         # Any order in which inputs are there will do: what runs when is decided by data and control dependencies.
         for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
-            stage, forward = self.stages[task.stage], self.forwards[task.stage]
-            m, refs = task.micro_batch, stage.plan.inputs
+            k, m = task.stage, task.micro_batch
+            stage, forward, signature = self.stages[k], self.forwards[k], self.signatures[k]
+            refs = signature.inputs
             with self.placed(task):
                 given = states.read(forward.given.variables)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
                 if m in kept:
-                    forward = stage.kept(self.signatures[task.stage], self.wanted(stage)).forward
+                    forward = stage.kept(signature, self.wanted(signature)).forward
                 result = stage.call_forward(forward, flat)
                 states.write(forward.given.states, result.states, unless_empty=self.rows, m=m)
             self.note_done(task, result.values)
@@ -235,9 +236,9 @@ class Call:
             self.masks.update({(ref, m): mask for ref, mask in zip(forward.outputs, result.masks, strict=True)})
         self.states = states
 
-    def wanted(self, stage: Stage) -> tuple[bool, ...]:
+    def wanted(self, signature: Signature) -> tuple[bool, ...]:
         """For each input of a stage, whether its gradient is of use."""
-        return tuple(self.needs_gradient[ref] for ref in stage.plan.inputs)
+        return tuple(self.needs_gradient[ref] for ref in signature.inputs)
 
     @contextlib.contextmanager
     def placed(self, task: Task, kind: str | None = None) -> Iterator[None]:

@@ -14,7 +14,7 @@ gradient, adding each weight's gradient to the running sum it is given. The func
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -35,12 +35,14 @@ class Signature:
 
     Attributes:
         training: the training flag.
-        values: kind of each input of the stage; None for an optional one that is not there.
+        inputs: refs of the stage's inputs, and of logits of such of them as have some.
+        values: kind of each of them; None for an optional one that is not there.
         masks: kind of each input's mask; None where it has none.
         trainable: which of the stage's weights are trained.
     """
 
     training: bool | None
+    inputs: tuple[Ref, ...]
     values: tuple[Kind | None, ...]
     masks: tuple[Kind | None, ...]
     trainable: tuple[bool, ...]
@@ -71,7 +73,7 @@ class Forward:
     Attributes:
         function: flat tensors in, flat tensors out, in the order of the module's docstring.
         given: variables that it takes.
-        outputs: refs of what comes out: the stage's outputs, and logits of such of them as are the model's.
+        outputs: refs of what comes out: the stage's outputs, and logits of such of them as have some.
         values, masks: kinds of these and of their masks.
         losses: kind of each loss that a layer made.
         loss_owners: that layer.
@@ -147,6 +149,7 @@ class Stage:
         self.device = plan.device
         self._body = StageBody(plan)
         self._choices = state.Choices()
+        self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self._jit_compile = jit_compile
         self._forwards: dict[Signature, Forward] = {}
         self._backwards: dict[Any, Backward] = {}
@@ -157,27 +160,38 @@ class Stage:
     @property
     def weights(self) -> list[keras.Variable]:
         """Variables that could be trained, in the order of first use."""
-        return [v for v in self.plan.variables if tf.as_dtype(v.dtype).is_floating]
+        own = [v for v in self.plan.variables if tf.as_dtype(v.dtype).is_floating]
+        return [*own, *self._read_from_elsewhere.values()]
 
     @property
     def read_again(self) -> list[keras.Variable]:
         """Weights that a backward function reads where they are, so that they must be as they were."""
-        return [v for v in self.weights if id(v) in self._body.weights]
+        return [v for v in self.weights if id(v) in self._body.captured]
 
-    def signature(
-        self, training: bool | None, values: Sequence[Kind | None], masks: Sequence[Kind | None]
-    ) -> Signature:
-        """The kind of call for which functions are traced, with what is frozen now."""
-        return Signature(training, tuple(values), tuple(masks), tuple(v.trainable for v in self.weights))
+    def signature(self, training: bool | None, kinds: Mapping[Ref, tuple[Kind | None, Kind | None]]) -> Signature:
+        """The kind of call for which functions are traced, with what is frozen now.
+
+        Args:
+            training: the training flag.
+            kinds: kinds of the value and of the mask of everything that there is.
+        """
+        inputs = [*self.plan.inputs, *(ref.logits for ref in self.plan.inputs if ref.logits in kinds)]
+        values, masks = zip(*(kinds[ref] for ref in inputs), strict=True) if inputs else ((), ())
+        return Signature(training, tuple(inputs), values, masks, tuple(v.trainable for v in self.weights))
 
     def trained(self, signature: Signature) -> list[keras.Variable]:
         """The weights that get gradients."""
-        return [v for v, trainable in zip(self.weights, signature.trainable, strict=True) if trainable]
+        pairs = zip(self.weights, signature.trainable, strict=False)  # weights found since are not among them
+        return [v for v, trainable in pairs if trainable]
 
     # --- forward ---
 
     def forward(self, signature: Signature) -> Forward:
-        """The forward function for a kind of input; traced the first time."""
+        """The forward function for a kind of input; traced the first time.
+
+        Tracing may find weights that no layer of the stage owns (a function that was given a layer of another stage):
+        `signature` is another afterwards.
+        """
         if signature not in self._forwards:
             self._forwards[signature] = self._trace_forward(signature)
         return self._forwards[signature]
@@ -195,6 +209,9 @@ class Stage:
             fixed.update(read)
             for key in made.assigned:
                 fixed.pop(key, None)
+        own = {id(v) for v in self.plan.variables}
+        found = {key: v for key, v in read.items() if key not in own and v.trainable}
+        self._read_from_elsewhere.update((k, v) for k, v in found.items() if tf.as_dtype(v.dtype).is_floating)
         state.refuse_impure(function.graph, self.plan.index, self.plan.operations)
         self._refuse_assigned_weights(made.assigned, signature)
         return Forward(
@@ -214,15 +231,14 @@ class Stage:
 
         def forward(*flat: tf.Tensor) -> list[tf.Tensor]:
             values, masks, variables, _ = _unflatten(flat, signature, given)
-            bodies.append(self._run(values, masks, signature.training, given, variables))
+            bodies.append(self._run(signature, values, masks, given, variables))
             return bodies[-1].flat
 
         return self._trace(signature, forward, _input_specs(signature, given)), bodies[-1]
 
-    def _run(
-        self, values: Any, masks: Any, training: bool | None, given: Given, variables: Sequence[tf.Tensor]
-    ) -> Body:
-        return self._body.run(values, masks, training, given.variables, variables, len(given.states))
+    def _run(self, signature: Signature, values: Any, masks: Any, given: Given, variables: Any) -> Body:
+        count, training = len(given.states), signature.training
+        return self._body.run(signature.inputs, values, masks, training, given.variables, variables, count)
 
     def call_forward(self, forward: Forward, inputs: Sequence[tf.Tensor]) -> ForwardResult:
         """Calls a forward function on the flat tensors of `flatten_inputs`."""
@@ -379,7 +395,7 @@ class Stage:
         sources += [known.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            body = self._run(values, masks, signature.training, given, variables)
+            body = self._run(signature, values, masks, given, variables)
         return tape, body, sources, rest
 
     def _refuse_assigned_weights(self, assigned: dict[int, keras.Variable], signature: Signature) -> None:

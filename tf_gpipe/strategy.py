@@ -134,6 +134,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
+        _renew_if_compiled(model)
         if not _is_built(model):
             return
         if compat.graph_of(model) is not None:
@@ -220,14 +221,8 @@ class GPipeStrategy(tf.distribute.Strategy):
     def _pipelines_of(self, model: keras.Model) -> dict[Any, Pipeline]:
         """The pipelines of a model, by what they serve; with every `compile` they begin anew."""
         # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
-        owner = model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary())
-        compilation = compat.compilation_of(model)
-        if model.__dict__.setdefault("_gpipe_compilation", compilation) is not compilation:
-            model.__dict__["_gpipe_compilation"] = compilation
-            for strategy, known in owner.items():
-                # Operations stay where they are; a `call` of the user's may have become another and is followed again.
-                owner[strategy] = {key: p.renewed() for key, p in known.items() if isinstance(key, keras.Model)}
-        return owner.setdefault(self, {})
+        _renew_if_compiled(model)
+        return model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary()).setdefault(self, {})
 
     def _place_variables(self, plan: Plan, model: keras.Model) -> None:
         """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it.
@@ -378,6 +373,20 @@ def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:
     """What a pipeline of a model serves: its graph, or what its `call` is followed for."""
     graph = compat.graph_of(model)
     return graph if graph is not None else (bool(training), repr(tree.map_structure(_kind, inputs)))
+
+
+def _renew_if_compiled(model: keras.Model) -> None:
+    """Lets the pipelines of a model, and of models inside it, be traced anew after each `compile`, as Keras does."""
+    compilation = compat.compilation_of(model)
+    if model.__dict__.setdefault("_gpipe_compilation", compilation) is compilation:
+        return
+    model.__dict__["_gpipe_compilation"] = compilation
+    for layer in compat.flatten_layers(model):
+        for known in list(layer.__dict__.get("_gpipe_pipelines", {}).values()):
+            # Operations stay where they are; a `call` of the user's may have become another and is followed again.
+            renewed = {key: p.renewed() for key, p in known.items() if isinstance(key, keras.Model)}
+            known.clear()
+            known.update(renewed)
 
 
 def _is_built(model: keras.Model) -> bool:
