@@ -28,7 +28,7 @@ $(STAMP): setup.py
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/digits_amoebanet.py
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/digits_amoebanet.py  # without what TensorFlow says of its kernels
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -q

@@ -188,3 +188,58 @@ def test_jacobians(compiled):
     found = (tf.function(run) if compiled else run)(tf.constant(X))
     assert found.shape == (2, 6, 5)
     np.testing.assert_allclose(found, step(tf.constant(X)), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_weights_of_an_output_that_no_loss_uses_stay_as_they_are(run_eagerly):
+    def make():
+        x = keras.Input([6])
+        y = layers.Dense(6, "tanh")(x)
+        return keras.Model(x, [layers.Dense(2)(layers.Dense(4)(y)) for _ in range(2)])
+
+    def compile():
+        optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.1)
+        return {"optimizer": optimizer, "loss": ["mse", None], "run_eagerly": run_eagerly}
+
+    plain, piped = (
+        train(make, (X, [Y, Y]), s, batch_size=4, compile=compile) for s in (None, tf_gpipe.GPipeStrategy(3, 2))
+    )
+    assert largest_difference(plain[0], piped[0]) <= 1e-6
+    keras.utils.set_random_seed(0)
+    first = make().get_weights()
+    same = [np.array_equal(a, b) for a, b in zip(first, piped[0].get_weights(), strict=True)]
+    assert 0 < sum(same) < len(same)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+def test_zero_gradients_and_none_are_told_apart(compiled):
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    with strategy.scope():
+        x = keras.Input([6])
+        y = layers.Dense(4, "tanh")(x)
+        model = keras.Model(x, [layers.Dense(2, name="one")(y), layers.Dense(2, name="two")(y)])
+
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            one, two = model(x, training=True)
+            first, second = tf.reduce_sum(0.0 * one), tf.reduce_sum(two)
+        weights = [model.get_layer(name).kernel.value for name in ("one", "two")]
+        return [[g is None for g in tape.gradient(loss, weights)] for loss in (first, second)]
+
+    found = []
+    for call in (step, lambda x: strategy.run(step, args=(x,))):
+
+        def note(x, call=call):
+            found.append(call(x))
+
+        (tf.function(note) if compiled else note)(tf.constant(X))
+    assert found == [[[False, True], [True, False]]] * 2
+
+
+def test_outputs_have_their_known_number_of_rows():
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    model = model_of(strategy=strategy)
+    shapes = []
+    tf.function(lambda x: shapes.append(strategy.run(model, args=(x,)).shape))(tf.constant(X))
+    assert shapes == [(ROWS, 2)]

@@ -119,12 +119,12 @@ def test_another_backend_of_keras(monkeypatch):
 @pytest.mark.parametrize(
     ("partition", "parts"),
     [
-        ([1, 2], ["add up to the model's 2 layers", "received [1, 2], which add up to 3", "[1, 1]"]),
-        ([1, 1, 1], ["A partition into 2 stages has 2 layer counts", "received 3", "[1, 1]"]),
-        ([2, 0], ["Every stage holds at least 1 layer", "received the layer counts [2, 0]", "[1, 1]"]),
-        (["heads"], ["no layer 'heads' to cut before", "Did you mean 'head'?"]),
-        (["hidden"], ["cannot cut before 'hidden', the model's first layer"]),
-        (["hidden", "head"], ["1 layer names to cut before", "received 2", "num_stages=3"]),
+        ([1, 2], ["add up to the model's 2 operations", "received [1, 2], which add up to 3", "[1, 1]"]),
+        ([1, 1, 1], ["A partition into 2 stages has 2 operation counts", "received 3", "[1, 1]"]),
+        ([2, 0], ["Every stage holds at least 1 operation", "received the operation counts [2, 0]", "[1, 1]"]),
+        (["heads"], ["no operation 'heads' to cut before", "Did you mean 'head'?"]),
+        (["hidden"], ["cannot cut before 'hidden', the model's first operation"]),
+        (["hidden", "head"], ["1 operation names to cut before", "received 2", "num_stages=3"]),
         ([1.5, 0.5], ["received [1.5, 0.5]", "[1, 1]"]),
     ],
 )

@@ -180,23 +180,35 @@ def test_a_whole_name_wins_over_the_end_of_another():
 @pytest.mark.parametrize(
     ("given", "num_stages", "text"),
     [
-        ([3, 4], 3, "A partition into 3 stages has 3 layer counts; received 2, [3, 4]. Write, for example, [3, 2, 2]."),
-        ([7, 0], 2, "Every stage holds at least 1 layer; received the layer counts [7, 0]."),
-        ([3, 3], 2, "must add up to the model's 7 layers; received [3, 3], which add up to 6. Write, for example, [4,"),
+        (
+            [3, 4],
+            3,
+            "A partition into 3 stages has 3 operation counts; received 2, [3, 4]. Write, for example, [3, 2, 2].",
+        ),
+        ([7, 0], 2, "Every stage holds at least 1 operation; received the operation counts [7, 0]."),
+        (
+            [3, 3],
+            2,
+            "must add up to the model's 7 operations; received [3, 3], which add up to 6. Write, for example, [4,",
+        ),
         ([1] * 8, 8, "received 8 stages for a model of 7 operations"),
-        ("flops", 2, "is a list of 2 layer counts, or of the 1 layer names to cut before; received 'flops'."),
+        ("flops", 2, "is a list of 2 operation counts, or of the 1 operation names to cut before; received 'flops'."),
         (7, 1, "received 7. Write, for example, [7]."),
         ([3, "head"], 2, "received [3, 'head']. Write, for example, [4, 3]."),
         ([3.5, 3.5], 2, "received [3.5, 3.5]."),
         ([True, 6], 2, "received [True, 6]."),
-        (["head"], 3, "has 2 layer names to cut before; received 1, ['head']. Name one layer for each stage but the"),
-        (["stem"], 2, "cannot cut before 'stem', the model's first layer, since the first stage would be empty."),
-        (["head", "out"], 3, "received 'head' (layer 6) before 'out' (layer 5). Write ['out', 'head']."),
-        (["out", "decoder/out"], 3, "received 'out' and 'decoder/out', the same layer."),
-        (["dense"], 2, "a name of 'encoder/dense' (layer 1), 'decoder/dense' (layer 4). Write the whole name."),
-        (["haed"], 2, "The model has no layer 'haed' to cut before. Did you mean 'head'?"),
+        (
+            ["head"],
+            3,
+            "has 2 operation names to cut before; received 1, ['head']. Name one operation for each stage but the",
+        ),
+        (["stem"], 2, "cannot cut before 'stem', the model's first operation, since the first stage would be empty."),
+        (["head", "out"], 3, "received 'head' (operation 6) before 'out' (operation 5). Write ['out', 'head']."),
+        (["out", "decoder/out"], 3, "received 'out' and 'decoder/out', the same operation."),
+        (["dense"], 2, "a name of 'encoder/dense' (operation 1), 'decoder/dense' (operation 4). Write the whole name."),
+        (["haed"], 2, "The model has no operation 'haed' to cut before. Did you mean 'head'?"),
         (["dense1"], 2, "Did you mean 'encoder/dense_1' or "),
-        (["zzz"], 2, "Its layers are 'stem', 'encoder/dense', "),
+        (["zzz"], 2, "Its operations are 'stem', 'encoder/dense', "),
     ],
 )
 def test_explicit_refuses(given, num_stages, text):
@@ -206,7 +218,9 @@ def test_explicit_refuses(given, num_stages, text):
 
 
 def test_a_layer_that_is_called_twice_has_to_be_counted():
-    with pytest.raises(PartitionError, match=r"'b' \(layer 1\), 'b' \(layer 2\). Write the partition as layer counts"):
+    with pytest.raises(
+        PartitionError, match=r"'b' \(operation 1\), 'b' \(operation 2\). Write the partition as operation counts"
+    ):
         explicit(["b"], ["a", "b", "b"], num_stages=2)
 
 

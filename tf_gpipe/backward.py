@@ -104,8 +104,8 @@ class BackwardPass:
 
     @classmethod
     def of_outputs(cls, call: Call, d_outputs: Sequence[tf.Tensor | None]) -> BackwardPass:
-        """For gradients of a call's floating-point outputs, and of its losses, in the order of `Call.float_outputs`."""
-        left = [None if d is None or compat.is_zeros(d) else d for d in d_outputs]
+        """For gradients of a call's outputs, as `Call.float_outputs`, and of its losses; None for what is unused."""
+        left = list(d_outputs)
         given: dict[Boundary, list[tf.Tensor]] = {}
         for ref in call.float_outputs:
             d = left.pop(0)

@@ -70,7 +70,10 @@ class Rows:
         """Puts the outputs of all micro-batches together again, in order: shape `(N, ...)`."""
         if len(parts) == 1:
             return parts[0]
-        return values.concatenated([self.counted(part, m) for m, part in enumerate(parts)])
+        whole = values.concatenated([self.counted(part, m) for m, part in enumerate(parts)])
+        if self.is_static and values.is_dense(whole):
+            whole.set_shape([self.total, *whole.shape[1:]])
+        return whole
 
 
 def split_rows(num_rows: int | tf.Tensor, num_micro_batches: int) -> Rows:

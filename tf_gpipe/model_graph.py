@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -379,6 +380,13 @@ def check_splittable(graph: ModelGraph, num_micro_batches: int) -> None:
                     )
 
 
+def _line_of(call: Callable[..., Any], error: BaseException) -> str:
+    """Where in a `call` an exception came from: ` at line 12, `x = tf.nn.relu(x)`,`; nothing where that is unknown."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "call" and f.line]
+    here = [f for f in frames if f.filename == inspect.unwrap(call).__code__.co_filename]
+    return f" at line {here[-1].lineno}, `{here[-1].line}`," if here else ""
+
+
 def symbolic_input(tensor: Any) -> keras.KerasTensor | None:
     """A symbolic input for a tensor or its spec, of any batch size; None for an optional one that is not there."""
     if tensor is None:
@@ -423,8 +431,8 @@ def _follow(
         raise ModelError(
             f"Expected a model whose operations can be followed, to cut it into stages: a Sequential or Functional "
             f"model, or a subclassed one whose `call` uses only layers and `keras.ops`. Received: '{model.name}' "
-            f"({type(model).__name__}), whose `call` failed on symbolic inputs with {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
+            f"({type(model).__name__}), whose `call` failed on symbolic inputs{_line_of(call, error)} with "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''} … "
             "Replace operations of TensorFlow by those of `keras.ops`, put what cannot be replaced into a "
             "layer of its own, or build the model with the functional API: `keras.Model(inputs, outputs)`."
         ) from error

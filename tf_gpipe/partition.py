@@ -154,8 +154,8 @@ def explicit(partition: Sequence[int] | Sequence[str], names: Sequence[str], num
         if len(cut_names) == len(partition):
             return _from_names(cut_names, names, num_stages)
     raise PartitionError(
-        f"An explicit partition is a list of {num_stages} layer counts, or of the {num_stages - 1} layer names to cut "
-        f"before; received {partition!r}. Write, for example, {_even_counts(len(names), num_stages)}."
+        f"An explicit partition is a list of {num_stages} operation counts, or of the {num_stages - 1} operation names "
+        f"to cut before; received {partition!r}. Write, for example, {_even_counts(len(names), num_stages)}."
     )
 
 
@@ -163,15 +163,17 @@ def _from_counts(counts: list[int], num_operations: int, num_stages: int) -> tup
     advice = f"Write, for example, {_even_counts(num_operations, num_stages)}."
     if len(counts) != num_stages:
         raise PartitionError(
-            f"A partition into {num_stages} stages has {num_stages} layer counts; received {len(counts)}, {counts}. "
-            f"{advice}"
+            f"A partition into {num_stages} stages has {num_stages} operation counts; received {len(counts)}, "
+            f"{counts}. {advice}"
         )
     if min(counts) < 1:
-        raise PartitionError(f"Every stage holds at least 1 layer; received the layer counts {counts}. {advice}")
+        raise PartitionError(
+            f"Every stage holds at least 1 operation; received the operation counts {counts}. {advice}"
+        )
     if sum(counts) != num_operations:
         raise PartitionError(
-            f"The layer counts of a partition must add up to the model's {num_operations} layers; received {counts}, "
-            f"which add up to {sum(counts)}. {advice}"
+            f"The operation counts of a partition must add up to the model's {num_operations} operations; received "
+            f"{counts}, which add up to {sum(counts)}. {advice}"
         )
     return tuple(counts)
 
@@ -179,28 +181,28 @@ def _from_counts(counts: list[int], num_operations: int, num_stages: int) -> tup
 def _from_names(cut_names: list[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
     if len(cut_names) != num_stages - 1:
         raise PartitionError(
-            f"A partition into {num_stages} stages has {num_stages - 1} layer names to cut before; received "
-            f"{len(cut_names)}, {cut_names}. Name one layer for each stage but the first, or set "
+            f"A partition into {num_stages} stages has {num_stages - 1} operation names to cut before; received "
+            f"{len(cut_names)}, {cut_names}. Name one operation for each stage but the first, or set "
             f"num_stages={len(cut_names) + 1}."
         )
     cuts = [_find(name, names) for name in cut_names]
     for name, cut in zip(cut_names, cuts, strict=True):
         if cut == 0:
             raise PartitionError(
-                f"A partition cannot cut before {name!r}, the model's first layer, since the first stage would be "
-                "empty. Name the first layer of each stage but the first."
+                f"A partition cannot cut before {name!r}, the model's first operation, since the first stage would be "
+                "empty. Name the first operation of each stage but the first."
             )
     for (first_name, first), (name, cut) in itertools.pairwise(zip(cut_names, cuts, strict=True)):
         if first == cut:
             raise PartitionError(
-                f"Each cut of a partition must be another; received {first_name!r} and {name!r}, the same layer. "
-                "Name it once, and another layer for the other cut."
+                f"Each cut of a partition must be another; received {first_name!r} and {name!r}, the same operation. "
+                "Name it once, and another operation for the other cut."
             )
         if first > cut:
             in_order = [name for _, name in sorted(zip(cuts, cut_names, strict=True))]
             raise PartitionError(
-                f"The layers to cut before must be in the model's order; received {first_name!r} (layer {first}) "
-                f"before {name!r} (layer {cut}). Write {in_order}."
+                f"The operations to cut before must be in the model's order; received {first_name!r} (operation "
+                f"{first}) before {name!r} (operation {cut}). Write {in_order}."
             )
     return tuple(end - start for start, end in itertools.pairwise([0, *cuts, len(names)]))
 
@@ -213,18 +215,18 @@ def _find(name: str, names: Sequence[str]) -> int:
     if len(found) == 1:
         return found[0]
     if found:
-        candidates = ", ".join(f"{names[i]!r} (layer {i})" for i in found)
+        candidates = ", ".join(f"{names[i]!r} (operation {i})" for i in found)
         repeated = len({names[i] for i in found}) < len(found)
-        advice = "Write the partition as layer counts." if repeated else "Write the whole name."
-        raise PartitionError(f"{name!r} must stand for one layer; received a name of {candidates}. {advice}")
+        advice = "Write the partition as operation counts." if repeated else "Write the whole name."
+        raise PartitionError(f"{name!r} must stand for one operation; received a name of {candidates}. {advice}")
     short = {full.rpartition("/")[2]: full for full in reversed(names)}
     near = [short.get(match, match) for match in difflib.get_close_matches(name, [*names, *short], n=3)]
     if near:
         advice = f"Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
     else:
         known = ", ".join(map(repr, names[:_MAX_NAMES_IN_ERROR]))
-        advice = f"Its layers are {known}{', …' if len(names) > _MAX_NAMES_IN_ERROR else ''}."
-    raise PartitionError(f"The model has no layer {name!r} to cut before. {advice}")
+        advice = f"Its operations are {known}{', …' if len(names) > _MAX_NAMES_IN_ERROR else ''}."
+    raise PartitionError(f"The model has no operation {name!r} to cut before. {advice}")
 
 
 def _even_counts(num_operations: int, num_stages: int) -> list[int]:

@@ -343,7 +343,15 @@ class Call:
         read_again = [v for stage in self.stages for v in stage.read_again if id(v) not in given]
         assigned = compat.watch_assignments([compat.raw_variable(v) for v in read_again])
 
-        def gradient(*d_outputs: tf.Tensor) -> list[Any]:
+        # A tape makes up zeros for outputs that nothing used, if any was. To tell them from zeros that were found, each
+        # output goes through an operation of its own, which a tape leaves out when it has no gradient.
+        with compat.stop_recording():
+            whole = [tf.identity(tensor) for tensor in differentiable]
+        used: set[int] = set()
+
+        def gradient(*d_whole: tf.Tensor) -> list[Any]:
+            d_outputs = [d if i in used else None for i, d in enumerate(d_whole)]
+            used.clear()
             _refuse_assigned(assigned(), self.graph.model.name)
             with compat.stop_recording():
                 backward = BackwardPass.of_outputs(self, d_outputs)
@@ -360,7 +368,14 @@ class Call:
             record_gradient(results, [*d_outputs, *inputs], weights, second)
             return results
 
-        compat.record_operation("GPipe", differentiable, inputs, weights, gradient)
+        compat.record_operation("GPipe", whole, inputs, weights, gradient)
+        for i, (tensor, source) in enumerate(zip(differentiable, whole, strict=True)):
+
+            def of_output(d: tf.Tensor, i: int = i) -> list[tf.Tensor]:
+                used.add(i)
+                return [d]
+
+            compat.record_operation("GPipeOutput", [tensor], [source], [], of_output)
 
 
 def _host_of(inputs: Sequence[Value | None]) -> str | None:

@@ -101,10 +101,12 @@ class Plan:
     Attributes:
         graph: the model as a chain of operations.
         stages: one `StagePlan` a stage.
+        note: what else is to be said of it; the last line of the table.
     """
 
     graph: ModelGraph
     stages: tuple[StagePlan, ...]
+    note: str = ""
 
     def __str__(self) -> str:
         flops = sum(stage.flops for stage in self.stages) or 1.0
@@ -137,6 +139,7 @@ class Plan:
         balance = flops / (heaviest * len(self.stages)) if heaviest else 1.0
         lines.insert(1, "─" * len(lines[0]))
         lines.append(f"{len(self.graph.steps)} operations of '{self.graph.model.name}', balance {balance:.2f}")
+        lines += [self.note] if self.note else []
         return "\n".join(line.rstrip() for line in lines)
 
 

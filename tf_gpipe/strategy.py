@@ -8,6 +8,7 @@ strategy's scope means calling its pipeline.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import numbers
 import threading
@@ -169,13 +170,25 @@ class GPipeStrategy(tf.distribute.Strategy):
                 " A model of tf_keras (Keras 2) must be rebuilt with Keras 3."
             )
         _check_compiled(model)
+        if type(model).call is keras.Model.call:
+            raise ModelError(
+                f"Expected a model with a `call`, whose operations are cut into stages. Received: '{model.name}' "
+                f"({type(model).__name__}), which has none. Plan the models that its `train_step` calls."
+            )
         if not _is_built(model):
             raise ModelError(
                 f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give "
                 "it a `keras.Input`, or call it once on data."
             )
-        known = self._pipelines_of(model).get(_key(model, inputs, training=True))
-        return known.plan if known is not None else self._make_plan(model_graph.build(model, inputs, training=True))
+        pipelines = self._pipelines_of(model)
+        if inputs is None and compat.graph_of(model) is None and pipelines:
+            return next(iter(pipelines.values())).plan  # it has been followed: the first is that of training, if any is
+        known = pipelines.get(_key(model, inputs, training=True))
+        plan = known.plan if known is not None else self._make_plan(model_graph.build(model, inputs, training=True))
+        if compat.strategy_of(model) is self:
+            return plan
+        note = "made outside this strategy's scope: the model itself trains on one device"
+        return dataclasses.replace(plan, note=note)
 
     def _make_plan(self, graph: model_graph.ModelGraph) -> Plan:
         """A new plan; by "flops", where variables already have their places, in another model's plan, it keeps to them.
