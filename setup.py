@@ -28,6 +28,7 @@ setup(
         "cpu": ["tensorflow-cpu>=2.19,<2.22"],
         "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
         "tpu": ["tensorflow-tpu>=2.19,<2.21"],  # No TPU wheel exists after 2.20.
+        "hub": ["keras-hub>=0.32; python_version >= '3.11'"],  # Its tests are skipped without it.
         "examples": EXAMPLES,
         "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", "tensorboard", *EXAMPLES],
     },
