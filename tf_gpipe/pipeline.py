@@ -401,6 +401,7 @@ class _States:
     def __init__(self) -> None:
         self.variables: dict[int, keras.Variable] = {}
         self.newest: dict[int, tf.Tensor] = {}
+        self.written: set[int] = set()
 
     def read(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         for v in variables:
@@ -416,9 +417,10 @@ class _States:
             if not unless_empty.is_static:
                 value = tf.where(tf.equal(unless_empty.sizes[m], 0), self.newest[id(v)], value)
             self.newest[id(v)] = value
+            self.written.add(id(v))
 
     def assign(self) -> None:
-        for key, value in self.newest.items():
+        for key in [key for key in self.newest if key in self.written]:
             raw = compat.raw_variable(self.variables[key])
             with tf.device(raw.device):
-                raw.assign(value)
+                raw.assign(self.newest[key])
