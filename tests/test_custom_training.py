@@ -453,6 +453,42 @@ def sgd(**more):
     return lambda: {"optimizer": keras.optimizers.SGD(0.1), **more}
 
 
+def test_a_plain_model_traced_before_its_layers_were_moved_does_not_go_on_with_old_weights():
+    strategy = tf_gpipe.GPipeStrategy(3, 2)
+    with strategy.scope():
+        model = chain()
+        model.compile("sgd", "mse")
+    features = keras.Model(model.input, model.get_layer("second").output)
+    features.predict(X, verbose=0)
+    model.fit(X, Y, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        features.predict(X, verbose=0)
+    features.compile()
+    found = features.predict(X, verbose=0)
+    np.testing.assert_allclose(found, keras.ops.convert_to_numpy(features(X)), rtol=2e-6, atol=1e-6)
+
+
+def test_a_second_strategy_leaves_variables_where_the_first_has_put_them():
+    def program(strategy):
+        second = tf_gpipe.GPipeStrategy(2, 2) if strategy is not None else None
+        shared = [layers.Dense(6, "tanh", name=f"shared_{i}") for i in range(3)]
+        made = []
+        for scope, chosen, units in ((strategy, shared, 2), (second, shared[1:], 1)):
+            with scope_of(scope):
+                x = y = keras.Input([6])
+                for layer in chosen:
+                    y = layer(y)
+                made.append(keras.Model(x, layers.Dense(units)(y)))
+                made[-1].compile(keras.optimizers.Adam(0.01), "mse")
+        one, two = made
+        numbers = []
+        for model, y in ((one, Y), (two, Y[:, :1]), (one, Y)):
+            numbers += model.fit(X, y, batch_size=ROWS, shuffle=False, verbose=0).history["loss"]
+        return one, numbers
+
+    both_ways(program)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_two_gradients_are_applied_after_both_were_taken(run_eagerly):
     def program(strategy):

@@ -564,7 +564,8 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     """Moves a variable to another device in place.
 
     The Python object stays, and with it everything that knows it: optimizer slots, checkpoints, exports, the user's
-    references. Functions traced before keep the old copy; place a model before tracing functions of your own.
+    references. Functions traced before know the old copy; it is left without a value, so that they fail where they
+    would go on with weights that nobody trains. Place a model before tracing functions of your own.
     """
     here = tf.DeviceSpec.from_string(variable.device)
     if here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here:
@@ -572,8 +573,10 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     with tf.init_scope(), tf.device(device):
         # `tf.Variable` would ask the strategy where to put it.
         copy = ResourceVariable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
-        variable._handle = copy._handle
-        variable._graph_key = copy._graph_key
+    with tf.init_scope(), tf.device(variable.device):
+        tf.raw_ops.AssignVariableOp(resource=variable._handle, value=tf.zeros([0], variable.dtype))
+    variable._handle = copy._handle
+    variable._graph_key = copy._graph_key
 
 
 def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.Variable]]:

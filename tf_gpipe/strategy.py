@@ -28,6 +28,9 @@ from tf_gpipe.pipeline import REMAT_MODES, Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.values import Value, is_dense
 
+_placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
+"""Variables that a plan, of any strategy, has put where they are."""
+
 
 class GPipeStrategy(tf.distribute.Strategy):
     """Trains a Keras model in stages on several devices, as on one huge device.
@@ -98,7 +101,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition)
         self._remat = remat
         self._jit_compile = jit_compile
-        self._placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 
@@ -195,7 +197,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
         A function that was traced for the other model knows them there.
         """
-        kept = follow_variables(graph, self._devices, self._placed) if self._partition == "flops" else None
+        kept = follow_variables(graph, self._devices, _placed) if self._partition == "flops" else None
         return kept or make_plan(graph, self._devices, self._partition)
 
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:
@@ -245,9 +247,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         for stage in plan.stages:
             for variable in stage.variables:
                 raw = compat.raw_variable(variable)
-                if id(raw) not in self._placed:
+                if id(raw) not in _placed:
                     compat.move_variable(raw, stage.device)
-                    self._placed[id(raw)] = raw
+                    _placed[id(raw)] = raw
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None:
             for weight, slot in compat.slots_of(optimizer):
@@ -345,11 +347,9 @@ class _Extended(compat.OneDeviceExtended):
             return fn(*args, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
-        """A variable of no strategy is as good as our own: it stands on one device, too."""
-        if (
-            not isinstance(colocate_with_variable, tf.Variable)
-            or compat.strategy_of(colocate_with_variable) is not None
-        ):
+        """A variable of no strategy, or of another pipeline, is as good as our own: it stands on one device, too."""
+        owner = compat.strategy_of(colocate_with_variable) if isinstance(colocate_with_variable, tf.Variable) else self
+        if not isinstance(owner, GPipeStrategy | None):
             super()._validate_colocate_with_variable(colocate_with_variable)
 
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
