@@ -59,3 +59,9 @@ def assert_same_optimizer(a: keras.Model, b: keras.Model, tolerance: float = 1e-
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     """Float32 numbers from the standard normal distribution."""
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def use_floats(name: str) -> None:
+    """Makes a dtype Keras's default, for layers too: it forms their policy of the default once, for the first layer."""
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from helpers import assert_same, train
+from helpers import assert_same, train, use_floats
 from keras.src.applications import convnext
 
 import tf_gpipe
@@ -38,10 +38,9 @@ def conv_next() -> keras.Model:
 @pytest.fixture(autouse=True)
 def float64() -> Any:
     """Through batch normalisation and ReLU, rounding in float32 grows too large to tell it from a fault."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
+    use_floats("float64")
     yield
-    keras.config.set_floatx(before)
+    use_floats("float32")
 
 
 def trained(make: Any, strategy: tf_gpipe.GPipeStrategy | None) -> tuple[keras.Model, dict[str, list[float]]]:

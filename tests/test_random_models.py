@@ -21,7 +21,7 @@ import hypothesis
 import keras
 import numpy as np
 import pytest
-from helpers import scope_of
+from helpers import scope_of, use_floats
 from hypothesis import HealthCheck, given, settings
 from random_models import Recipe, compile_arguments, counts_of, data_of, make_model, recipes
 
@@ -32,11 +32,6 @@ VALIDATION_ROWS = 3
 DRAWS = int(os.environ.get("GPIPE_DRAWS", "36"))
 SEED = int(os.environ.get("GPIPE_SEED", "0"))
 PARTS = 4  # tests, so that several processes share the draws
-
-
-def use_floats(name: str) -> None:
-    keras.config.set_floatx(name)
-    keras.config.set_dtype_policy(name)  # which Keras makes of the former once, for the first layer
 
 
 @pytest.fixture(autouse=True)

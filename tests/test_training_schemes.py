@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, largest_difference, normal, scope_of, train
+from helpers import assert_same, largest_difference, normal, scope_of, train, use_floats
 from keras import layers, ops, tree
 
 import tf_gpipe
@@ -27,11 +27,6 @@ def mlp(inputs: int = 6, outputs: int = 2, name: str = "mlp", **last: Any) -> ke
     y = layers.Dense(8, "tanh", name="one")(x)
     y = layers.Dense(8, "tanh", name="two")(y)
     return keras.Model(x, layers.Dense(outputs, name="three", **last)(y), name=name)
-
-
-def use_floats(name: str) -> None:
-    keras.config.set_floatx(name)
-    keras.config.set_dtype_policy(name)  # which Keras makes of the former once, for the first layer
 
 
 @pytest.fixture

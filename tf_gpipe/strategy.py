@@ -242,12 +242,17 @@ class GPipeStrategy(tf.distribute.Strategy):
     def _place_variables(self, plan: Plan, model: keras.Model) -> None:
         """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it.
 
-        One that was placed before stays: functions that were traced since know it where it is.
+        One that was placed before stays: functions that were traced since know it where it is. So do the functions of a
+        saved model, whose variables stay where they were loaded.
         """
         for stage in plan.stages:
+            saved = [
+                layer for step in stage.steps for layer in step.layers if isinstance(layer, keras.layers.TFSMLayer)
+            ]
+            loaded = {id(v) for layer in saved for v in layer.variables}
             for variable in stage.variables:
                 raw = compat.raw_variable(variable)
-                if id(raw) not in _placed:
+                if id(raw) not in _placed and id(variable) not in loaded:
                     compat.move_variable(raw, stage.device)
                     _placed[id(raw)] = raw
         optimizer = getattr(model, "optimizer", None)
