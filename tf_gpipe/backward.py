@@ -26,7 +26,7 @@ from tf_gpipe import compat, gradients
 from tf_gpipe.errors import ModelError
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.schedule import Task
-from tf_gpipe.stage import Backward
+from tf_gpipe.stage import Backward, BackwardKind
 
 if TYPE_CHECKING:
     from tf_gpipe.pipeline import Call
@@ -37,12 +37,11 @@ Boundary = tuple[Ref, int]
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
-    """A backward task that has run: its function, the gradients it was given, and for which outputs and losses."""
+    """A backward task that has run: its function and kind, and the gradients it was given."""
 
     backward: Backward
+    kind: BackwardKind
     given: list[tf.Tensor]
-    d_values: tuple[bool, ...]
-    d_losses: tuple[bool, ...]
 
 
 class _Totals:
@@ -139,13 +138,14 @@ class BackwardPass:
                 d_values = self._completed(outputs, d_values, m)
                 given = [d for d in [*d_values, *d_losses] if d is not None]
             there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
+            kind = BackwardKind(signature, wanted, *there)
             if kept and len(given) == sum(map(call.is_float, outputs)) + len(d_losses):
                 backward, arguments = stage.kept(signature, wanted).backward, kept
             else:
-                backward, arguments = stage.backward(signature, wanted, *there), call.flat_inputs[forward_task]
+                backward, arguments = stage.backward(kind), call.flat_inputs[forward_task]
             made = list(backward.function(*arguments, *given, *self.totals.sums[k]))
         call.note_done(task, made)
-        self.done[task] = _Done(backward, given, *there)
+        self.done[task] = _Done(backward, kind, given)
         for i in backward.inputs:
             self.gradients.setdefault((signature.inputs[i], m), []).append(made.pop(0))
         self.totals.take(k, backward, made)
@@ -213,15 +213,14 @@ class _SecondPass:
         dd += [self.dd_weights.get(id(weights[i])) for i in done.backward.dense]
         if all(d is None for d in dd):
             return
-        wanted, there = call.wanted(signature), tuple(d is not None for d in dd)
         with call.placed(task, "second"):
-            second = stage.second(signature, wanted, done.d_values, done.d_losses, there)
+            second = stage.second(done.kind, tuple(d is not None for d in dd))
             arguments = [*call.flat_inputs[Task("forward", k, m)], *done.given, *(d for d in dd if d is not None)]
             made = list(second.function(*arguments, *self.totals.sums[k]))
             call.note_done(task, made)
-            for ref in [ref for ref, given in zip(call.forwards[k].outputs, done.d_values, strict=True) if given]:
+            for ref in [ref for ref, given in zip(call.forwards[k].outputs, done.kind.d_values, strict=True) if given]:
                 self.dd[ref, m] = made.pop(0)
-            for i in [i for i, given in enumerate(done.d_losses) if given]:
+            for i in [i for i, given in enumerate(done.kind.d_losses) if given]:
                 share = self.rows.weight(m, made[0].dtype) * made.pop(0)
                 before = self.dd_losses[k][i]
                 self.dd_losses[k][i] = share if before is None else before + share

@@ -112,6 +112,12 @@ class Call:
         refs = self.graph.flat_outputs
         return [ref for ref in (*refs, *(ref.logits for ref in refs)) if self.is_float(ref)]
 
+    @property
+    def trained(self) -> list[keras.Variable]:
+        """The weights that get gradients, once each."""
+        pairs = zip(self.stages, self.signatures, strict=True)
+        return list({id(v): v for stage, signature in pairs for v in stage.trained(signature)}.values())
+
     def is_float(self, ref: Ref) -> bool:
         """Whether gradients flow through a boundary tensor; False where there is none."""
         return has_gradient(self.kinds.get(ref))
@@ -160,11 +166,7 @@ class Call:
             specs[ref] = tuple(self._input_kind(tensors[ref, 0]) for tensors in (self.values, self.masks))
         for stage in self.stages:
             try:
-                signature = stage.signature(self.training, specs)
-                forward = stage.forward(signature)
-                if signature != stage.signature(self.training, specs):  # weights of other stages were found
-                    signature = stage.signature(self.training, specs)
-                    forward = stage.forward(signature)
+                signature, forward = stage.traced(self.training, specs)
             except Exception as error:
                 compat.add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
                 raise
@@ -196,9 +198,7 @@ class Call:
 
     def _refuse_forward_mode(self) -> None:
         inputs = [tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.is_float(ref)]
-        pairs = zip(self.stages, self.signatures, strict=True)
-        weights = [compat.raw_variable(v) for stage, signature in pairs for v in stage.trained(signature)]
-        if compat.has_tangents(inputs, weights):
+        if compat.has_tangents(inputs, [compat.raw_variable(v) for v in self.trained]):
             raise ModelError(
                 f"Expected gradients to be taken by a `tf.GradientTape`. Received: a `tf.autodiff.ForwardAccumulator` "
                 f"around '{self.graph.model.name}' inside `strategy.run`. Call the model outside the pipeline for it."
@@ -333,8 +333,7 @@ class Call:
         inputs = [
             tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.needs_gradient[ref]
         ]
-        pairs = zip(self.stages, self.signatures, strict=True)
-        trained = list({id(v): v for stage, signature in pairs for v in stage.trained(signature)}.values())
+        trained = self.trained
         weights = [compat.raw_variable(v) for v in trained]
         if not weights and not inputs:
             return

@@ -206,7 +206,6 @@ def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[
     """
     if len(set(devices)) < len(devices):
         return None
-    measured = costs.costs(graph)
     stages: list[int | None] = []
     for step in graph.steps:
         homes = {v.device for v in map(compat.raw_variable, step.variables) if id(v) in placed}
@@ -215,11 +214,12 @@ def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[
             return None
         stages.append(found[0] if found else None)
     known = [stage for stage in stages if stage is not None]
-    work = sum(cost.flops for cost, stage in zip(measured, stages, strict=True) if stage is not None)
-    if known != sorted(known) or work <= sum(cost.flops for cost in measured) / 2:
+    if not known or known != sorted(known):
         return None
-    counts = partition.balance_around([cost.flops for cost in measured], stages, len(devices))
-    return from_counts(graph, devices, counts)
+    flops = [cost.flops for cost in costs.costs(graph)]
+    if sum(cost for cost, stage in zip(flops, stages, strict=True) if stage is not None) <= sum(flops) / 2:
+        return None
+    return from_counts(graph, devices, partition.balance_around(flops, stages, len(devices)))
 
 
 def _short(number: float) -> str:

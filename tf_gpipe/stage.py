@@ -105,6 +105,23 @@ class ForwardResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class BackwardKind:
+    """What a backward function is traced for.
+
+    Attributes:
+        signature: kind of the stage's inputs.
+        wanted: for each input of the stage, whether its gradient is wanted.
+        d_values: for each output, whether it has a gradient.
+        d_losses: for each loss of the stage's layers, whether it has a gradient.
+    """
+
+    signature: Signature
+    wanted: tuple[bool, ...]
+    d_values: tuple[bool, ...]
+    d_losses: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Backward:
     """A traced backward function.
 
@@ -152,7 +169,7 @@ class Stage:
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self._jit_compile = jit_compile
         self._forwards: dict[Signature, Forward] = {}
-        self._backwards: dict[Any, Backward] = {}
+        self._backwards: dict[BackwardKind, Backward] = {}
         self._seconds: dict[Any, Backward] = {}
         self._kept: dict[Any, Kept] = {}
         self._known: dict[bool | None, tuple[dict[int, keras.Variable], dict[int, keras.Variable]]] = {}
@@ -168,13 +185,24 @@ class Stage:
         """Weights that a backward function reads where they are, so that they must be as they were."""
         return [v for v in self.weights if id(v) in self._body.captured]
 
-    def signature(self, training: bool | None, kinds: Mapping[Ref, tuple[Kind | None, Kind | None]]) -> Signature:
-        """The kind of call for which functions are traced, with what is frozen now.
+    def traced(
+        self, training: bool | None, kinds: Mapping[Ref, tuple[Kind | None, Kind | None]]
+    ) -> tuple[Signature, Forward]:
+        """The kind of call, and its forward function; traced the first time.
 
         Args:
             training: the training flag.
             kinds: kinds of the value and of the mask of everything that there is.
         """
+        while True:
+            signature = self._signature(training, kinds)
+            forward = self.forward(signature)
+            # Tracing may find weights that no layer of the stage owns: of a layer of another stage, say.
+            if len(signature.trainable) == len(self.weights):
+                return signature, forward
+
+    def _signature(self, training: bool | None, kinds: Mapping[Ref, tuple[Kind | None, Kind | None]]) -> Signature:
+        """The kind of call for which functions are traced, with what is frozen now."""
         inputs = [*self.plan.inputs, *(ref.logits for ref in self.plan.inputs if ref.logits in kinds)]
         values, masks = zip(*(kinds[ref] for ref in inputs), strict=True) if inputs else ((), ())
         return Signature(training, tuple(inputs), values, masks, tuple(v.trainable for v in self.weights))
@@ -187,11 +215,7 @@ class Stage:
     # --- forward ---
 
     def forward(self, signature: Signature) -> Forward:
-        """The forward function for a kind of input; traced the first time.
-
-        Tracing may find weights that no layer of the stage owns (a function that was given a layer of another stage):
-        `signature` is another afterwards.
-        """
+        """The forward function for a kind of input; traced the first time."""
         if signature not in self._forwards:
             self._forwards[signature] = self._trace_forward(signature)
         return self._forwards[signature]
@@ -252,86 +276,58 @@ class Stage:
 
     # --- backward ---
 
-    def backward(
-        self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
-    ) -> Backward:
-        """The backward function for a kind of input and of gradients; traced the first time.
+    def backward(self, kind: BackwardKind) -> Backward:
+        """The backward function for a kind of input and of gradients; traced the first time."""
+        if kind not in self._backwards:
+            self._backwards[kind] = self._trace_backward(kind)
+        return self._backwards[kind]
 
-        Args:
-            signature: kind of the stage's inputs.
-            wanted: for each input of the stage, whether its gradient is wanted.
-            d_values: for each output, whether it has a gradient.
-            d_losses: for each loss of the stage's layers, whether it has a gradient.
-        """
-        key = (signature, wanted, d_values, d_losses)
-        if key not in self._backwards:
-            self._backwards[key] = self._trace_backward(*key)
-        return self._backwards[key]
-
-    def _trace_backward(
-        self, signature: Signature, wanted: tuple[bool, ...], d_values: tuple[bool, ...], d_losses: tuple[bool, ...]
-    ) -> Backward:
-        forward = self.forward(signature)
+    def _trace_backward(self, kind: BackwardKind) -> Backward:
+        signature, forward = kind.signature, self.forward(kind.signature)
         sums = GradientSums(self.trained(signature))
-        d_specs = _gradient_specs(forward, d_values, d_losses)
+        d_specs = _gradient_specs(forward, kind)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
-            tape, body, sources, rest = self._run_recorded(flat, signature, forward.given, wanted)
-            targets = _targets(body, d_values, d_losses)
-            gradients = tape.gradient(targets, sources, output_gradients=list(rest[: len(d_specs)]))
-            return sums.add(sums.sort(gradients, wanted), rest[len(d_specs) :])
+            tape, body, sources, rest = self._run_recorded(flat, forward.given, kind)
+            gradients = tape.gradient(_targets(body, kind), sources, output_gradients=list(rest[: len(d_specs)]))
+            return sums.add(sums.sort(gradients, kind.wanted), rest[len(d_specs) :])
 
         function = self._trace(signature, backward, [*_input_specs(signature, forward.given), *d_specs, *sums.specs])
         return Backward(function, sums.inputs, sums.dense, sums.sparse)
 
-    def second(
-        self,
-        signature: Signature,
-        wanted: tuple[bool, ...],
-        d_values: tuple[bool, ...],
-        d_losses: tuple[bool, ...],
-        dd_made: tuple[bool, ...],
-    ) -> Backward:
-        """The gradient of the backward function of the same kind; traced the first time.
+    def second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
+        """The gradient of the backward function of a kind; traced the first time.
 
         Its function takes what that one takes, then gradients of what that one gives (`dd_made` says of which), then
         sums of weight gradients. It gives gradients of the `d outputs` and `d losses`, then of inputs and weights.
         """
-        key = (signature, wanted, d_values, d_losses, dd_made)
-        if key not in self._seconds:
-            self._seconds[key] = self._trace_second(*key)
-        return self._seconds[key]
+        if (kind, dd_made) not in self._seconds:
+            self._seconds[kind, dd_made] = self._trace_second(kind, dd_made)
+        return self._seconds[kind, dd_made]
 
-    def _trace_second(
-        self,
-        signature: Signature,
-        wanted: tuple[bool, ...],
-        d_values: tuple[bool, ...],
-        d_losses: tuple[bool, ...],
-        dd_made: tuple[bool, ...],
-    ) -> Backward:
-        forward, first = self.forward(signature), self.backward(signature, wanted, d_values, d_losses)
+    def _trace_second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
+        signature, forward, first = kind.signature, self.forward(kind.signature), self.backward(kind)
         weights = self.trained(signature)
         sums = GradientSums(weights)
-        d_specs = _gradient_specs(forward, d_values, d_losses)
+        d_specs = _gradient_specs(forward, kind)
         kinds = [signature.values[i] for i in first.inputs]
         kinds += [tf.TensorSpec(weights[i].shape, weights[i].dtype) for i in first.dense]
         dd_specs = [spec for spec, there in zip(kinds, dd_made, strict=True) if there]
 
-        sources_of = [i for i, there in enumerate(wanted) if there]
+        sources_of = [i for i, there in enumerate(kind.wanted) if there]
         made_at = [sources_of.index(i) for i in first.inputs] + [len(sources_of) + i for i in first.dense]
 
         def second(*flat: tf.Tensor) -> list[tf.Tensor]:
             with tf.GradientTape() as outer:
                 outer.watch([tensor for tensor in flat if tensor.dtype.is_floating])
-                tape, body, sources, rest = self._run_recorded(flat, signature, forward.given, wanted)
+                tape, body, sources, rest = self._run_recorded(flat, forward.given, kind)
                 given, rest = list(rest[: len(d_specs)]), rest[len(d_specs) :]
-                made = tape.gradient(_targets(body, d_values, d_losses), sources, output_gradients=given)
+                made = tape.gradient(_targets(body, kind), sources, output_gradients=given)
                 made = [made[at] for at, there in zip(made_at, dd_made, strict=True) if there]
             dd, before = list(rest[: len(dd_specs)]), rest[len(dd_specs) :]
             found = outer.gradient(made, [*given, *sources], output_gradients=dd)
             d_given = [tf.zeros_like(g) if d is None else d for g, d in zip(given, found, strict=False)]
-            return [*d_given, *sums.add(sums.sort(found[len(given) :], wanted), before)]
+            return [*d_given, *sums.add(sums.sort(found[len(given) :], kind.wanted), before)]
 
         function = self._trace(
             signature, second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *sums.specs]
@@ -347,13 +343,13 @@ class Stage:
     def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         plain = self.forward(signature)
         sums = GradientSums(self.trained(signature))
-        is_float = tuple(map(has_gradient, plain.values))
-        d_specs = _gradient_specs(plain, is_float, (True,) * len(plain.loss_owners))
+        kind = BackwardKind(signature, wanted, tuple(map(has_gradient, plain.values)), (True,) * len(plain.losses))
+        d_specs = _gradient_specs(plain, kind)
         traced: list[residuals.Residuals] = []
 
         def forward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
-            tape, body, sources, _ = self._run_recorded(flat, signature, plain.given, wanted)
-            targets = _targets(body, is_float, (True,) * len(body.losses))
+            tape, body, sources, _ = self._run_recorded(flat, plain.given, kind)
+            targets = _targets(body, kind)
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                 made = tape.gradient(targets, sources, output_gradients=list(d_outputs))
@@ -371,7 +367,7 @@ class Stage:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
-            return Kept(plain, self.backward(signature, wanted, is_float, (True,) * len(plain.losses)), traced[-1])
+            return Kept(plain, self.backward(kind), traced[-1])
         backward = self._trace(signature, backward_kept, [*specs, *d_specs, *sums.specs])
         return Kept(
             dataclasses.replace(plain, function=forward),
@@ -382,16 +378,17 @@ class Stage:
     # --- the body ---
 
     def _run_recorded(
-        self, flat: Sequence[tf.Tensor], signature: Signature, given: Given, wanted: Sequence[bool]
+        self, flat: Sequence[tf.Tensor], given: Given, kind: BackwardKind
     ) -> tuple[tf.GradientTape, Body, list[Any], Sequence[tf.Tensor]]:
         """Runs the stage's operations on a tape.
 
         Returns the tape, what the stage gave, the sources of gradients (the wanted inputs, then the trained weights, as
         variables or as the values that were given), and what is left of `flat`.
         """
+        signature = kind.signature
         values, masks, variables, rest = _unflatten(flat, signature, given)
         known = {id(v): value for v, value in zip(given.variables, variables, strict=True)}
-        sources = [v for v, there in zip(values, wanted, strict=True) if there]
+        sources = [v for v, there in zip(values, kind.wanted, strict=True) if there]
         sources += [known.get(id(v), compat.raw_variable(v)) for v in self.trained(signature)]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -423,15 +420,15 @@ class Stage:
             return compat.PlacedFunction(function.get_concrete_function(), self.device)
 
 
-def _targets(body: Body, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.Tensor]:
+def _targets(body: Body, kind: BackwardKind) -> list[tf.Tensor]:
     """What gradients are taken of: the values and losses that have a gradient."""
-    pairs = [*zip(body.values, d_values, strict=True), *zip(body.losses, d_losses, strict=True)]
+    pairs = [*zip(body.values, kind.d_values, strict=True), *zip(body.losses, kind.d_losses, strict=True)]
     return [tensor for tensor, there in pairs if there]
 
 
-def _gradient_specs(forward: Forward, d_values: Sequence[bool], d_losses: Sequence[bool]) -> list[tf.TensorSpec]:
-    specs = [spec for spec, there in zip(forward.values, d_values, strict=True) if there]
-    return [*specs, *(spec for spec, there in zip(forward.losses, d_losses, strict=True) if there)]
+def _gradient_specs(forward: Forward, kind: BackwardKind) -> list[tf.TensorSpec]:
+    pairs = [*zip(forward.values, kind.d_values, strict=True), *zip(forward.losses, kind.d_losses, strict=True)]
+    return [spec for spec, there in pairs if there]
 
 
 def flatten_inputs(

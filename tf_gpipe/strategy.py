@@ -477,14 +477,11 @@ def _checked_count(name: str, value: Any) -> int | None:
 
 
 def _checked_partition(partition: Partition) -> Partition:
-    if isinstance(partition, str):
-        _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
-        return partition
-    try:
-        return cast(Partition, list(partition))
-    except TypeError:
-        _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
-        raise
+    if not isinstance(partition, str):
+        with contextlib.suppress(TypeError):  # what cannot be listed is refused below
+            return cast(Partition, list(partition))
+    _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
+    return partition
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "") -> None:
