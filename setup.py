@@ -8,6 +8,7 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 
+DRAW = ["matplotlib"]
 EXAMPLES = ["scikit-learn"]
 
 setup(
@@ -29,8 +30,10 @@ setup(
         "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
         "tpu": ["tensorflow-tpu>=2.19,<2.21"],  # No TPU wheel exists after 2.20.
         "hub": ["keras-hub>=0.32; python_version >= '3.11'"],  # Its tests are skipped without it.
+        "draw": DRAW,  # PNG files; SVG and text need nothing.
         "examples": EXAMPLES,
-        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", "tensorboard", *EXAMPLES],
+        "benchmarks": ["torch", "torchgpipe", *DRAW, *EXAMPLES],
+        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", "tensorboard", *DRAW, *EXAMPLES],
     },
     keywords=["tensorflow", "keras", "gpipe", "pipeline parallelism", "model parallelism", "rematerialisation"],
     classifiers=[

@@ -47,7 +47,9 @@ def test_the_docstring_draws_the_whole_tree():
         assert f"({builtin.__name__})" in line
 
 
-@pytest.mark.parametrize("module", ["errors", "partition", "schedule", "tasks", "version"])
+@pytest.mark.parametrize(
+    "module", ["drawing", "drawing_writers", "errors", "partition", "schedule", "tasks", "timeline", "version"]
+)
 def test_a_pure_module_loads_without_tensorflow(module):
     blocked = "tensorflow", "keras", "numpy"
     program = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import tf_gpipe.{module}"

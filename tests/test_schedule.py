@@ -89,6 +89,43 @@ def test_uneven_stages_drawn():
     """)
 
 
+def test_recomputation_drawn():
+    assert str(Schedule.gpipe(3, 2).simulate(remat="always")) == picture("""
+        gpipe: 3 stages, 2 micro-batches, 16 ticks, bubble 50.0 %, remat always
+        tick      0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+        stage 0  F0 F1  .  .  .  .  .  .  .  . R1 B1 B1 R0 B0 B0
+        stage 1   . F0 F1  .  .  .  . R1 B1 B1 R0 B0 B0  .  .  .
+        stage 2   .  . F0 F1 R1 B1 B1 R0 B0 B0  .  .  .  .  .  .
+    """)
+
+
+def test_recomputation_of_uneven_stages_on_one_device_drawn():
+    schedule = Schedule("loop", 2, 1, rows("0F0 1F0 1B0 0B0"))
+    assert str(schedule.simulate([1, 2], 1, remat="always")) == picture("""
+        loop: 2 stages, 1 micro-batch, 8 ticks, bubble 0.0 %, remat always
+        tick        0   1   2   3   4   5   6   7
+        device 0  0F0 1F0 1F0 1R0 1R0 1B0 0R0 0B0
+    """)
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
+def test_recomputation_lengthens_the_backward_tasks_that_remat_names(num_stages, num_micro_batches):
+    schedule = Schedule.gpipe(num_stages, num_micro_batches)
+    for remat, recomputed in (("always", num_micro_batches), ("except_last", num_micro_batches - 1), ("never", 0)):
+        simulation = schedule.simulate(2, 3, remat=remat)
+        for task in schedule.order():
+            again = 2 if task.kind == "backward" and task.micro_batch < recomputed else 0
+            assert simulation.recompute_ticks(task) == again
+            assert simulation.ticks(task) == (2 if task.kind == "forward" else 3) + again
+    assert schedule.simulate(2, 3, remat="always").start() == schedule.simulate(2, 5).start()
+    assert schedule.simulate(2, 3, remat="never") == schedule.simulate(2, 3)
+
+
+def test_an_unknown_remat_is_refused():
+    with pytest.raises(ScheduleError, match="'always', 'except_last', 'never'; received 'sometimes'"):
+        Schedule.gpipe(2, 2).simulate(remat="sometimes")
+
+
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
 @pytest.mark.parametrize("ticks", [(1, 1), (1, 2), (2, 3)])
 def test_the_bubble_of_gpipe(num_stages, num_micro_batches, ticks):

@@ -9,15 +9,18 @@ from typing import Any
 from tf_gpipe.version import __version__
 
 _HOME = {
+    "Event": "timeline",
     "GPipeError": "errors",
     "GPipeStrategy": "strategy",
     "Plan": "plan",
     "Schedule": "schedule",
     "Task": "schedule",
+    "Timeline": "timeline",
+    "draw": "drawing",
     "set_logical_cpus": "devices",
 }
 
-__all__ = ["GPipeError", "GPipeStrategy", "Plan", "Schedule", "Task", "__version__", "set_logical_cpus"]
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

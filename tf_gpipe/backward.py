@@ -23,7 +23,9 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, gradients
+from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
+from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Backward, BackwardKind
@@ -50,30 +52,58 @@ class _Totals:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.trained = [stage.trained(kind) for stage, kind in zip(call.stages, call.signatures, strict=True)]
-        self.sums = [gradients.zero_sums(weights) for weights in self.trained]
-        self.dense: list[set[int]] = [set() for _ in call.stages]
-        self.sparse: list[dict[int, list[tf.IndexedSlices]]] = [{} for _ in call.stages]
+        self.buffers = [gradients.Buffers.of(weights) for weights in self.trained]
+        self.sums = [buffers.zeros() for buffers in self.buffers]
+        self.summed: list[set[int]] = [set() for _ in call.stages]
+        self.parts: list[dict[int, list[Any]]] = [{} for _ in call.stages]
+        self.operands: list[dict[tuple[int, Contraction], list[tuple[tf.Tensor, tf.Tensor]]]] = [
+            {} for _ in call.stages
+        ]
 
-    def take(self, k: int, backward: Backward, flat: list[tf.Tensor]) -> None:
+    def take(self, k: int, gives: GradientLayout, flat: list[tf.Tensor]) -> None:
         """Takes a stage's gradients of weights from the front of `flat`."""
         weights = self.trained[k]
-        for i in backward.dense:
-            self.sums[k][i] = flat.pop(0)
-            self.sums[k][i].set_shape(weights[i].shape)
-            self.dense[k].add(i)
-        for i in backward.sparse:
+        for at in gives.buffers:
+            self.sums[k][at] = flat.pop(0)
+        for i in gives.sparse:
             slices = tf.IndexedSlices(flat.pop(0), flat.pop(0), tf.constant(tuple(weights[i].shape), tf.int32))
-            self.sparse[k].setdefault(i, []).append(slices)
+            self.parts[k].setdefault(i, []).append(slices)
+        for deferred in gives.deferred:
+            self.operands[k].setdefault(deferred, []).append((flat.pop(0), flat.pop(0)))
+        self.summed[k].update({*gives.dense} - {i for i, _ in gives.deferred})
+
+    def make_deferred(self, k: int) -> list[tf.Tensor]:
+        """Makes the gradients of a stage whose operands were taken."""
+        waiting, self.operands[k] = self.operands[k], {}
+        made = [(kind, [a for a, _ in pairs], [b for _, b in pairs]) for (_, kind), pairs in waiting.items()]
+        weights = [self.trained[k][i] for i, _ in waiting]
+        found = self.call.stages[k].deferred(made, weights) if made else []
+        for (i, _), gradient in zip(waiting, found, strict=True):
+            self.parts[k].setdefault(i, []).append(gradient)
+        return found
+
+    def _unpack(self, k: int) -> None:
+        """Divides a stage's buffers into the gradients of its weights."""
+        weights, summed = self.trained[k], self.summed[k]
+        with tf.device(self.call.stages[k].device):
+            for at, group in enumerate(self.buffers[k].groups):
+                if summed.intersection(group):
+                    for i, part in self.buffers[k].unpack(at, weights, self.sums[k][at]).items():
+                        if i in summed:
+                            self.parts[k].setdefault(i, []).append(part)
+        summed.clear()
 
     def of(self, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices | None:
         """Gradient of a weight, summed over micro-batches and over the stages that use it."""
         with tf.device(compat.raw_variable(variable).device):
             parts: list[Any] = []
             for k, weights in enumerate(self.trained):
+                self._unpack(k)
                 for i in (i for i, v in enumerate(weights) if v is variable):
-                    if i in self.dense[k]:
-                        parts.append(tf.cast(self.sums[k][i], variable.dtype))
-                    parts.extend(self.sparse[k].get(i, []))
+                    found = self.parts[k].get(i, [])
+                    parts += [
+                        part if isinstance(part, tf.IndexedSlices) else tf.cast(part, variable.dtype) for part in found
+                    ]
             return gradients.total(variable, parts) if parts else None
 
 
@@ -118,6 +148,11 @@ class BackwardPass:
         tasks = [task for task in self.call.schedule.order() if task.kind == "backward" and self.call.stages]
         for task in sorted(tasks, key=lambda task: (-task.micro_batch, -task.stage)):
             self._run_task(task)
+        for k in reversed(range(len(self.call.stages))):
+            last = Task("backward", k, 0)
+            with self.call.placed(last, "weights"):
+                made = self.totals.make_deferred(k)
+            self.call.note_done(last, made)
 
     def _run_task(self, task: Task) -> None:
         k, m = task.stage, task.micro_batch
@@ -146,9 +181,9 @@ class BackwardPass:
             made = list(backward.function(*arguments, *given, *self.totals.sums[k]))
         call.note_done(task, made)
         self.done[task] = _Done(backward, kind, given)
-        for i in backward.inputs:
+        for i in backward.gives.inputs:
             self.gradients.setdefault((signature.inputs[i], m), []).append(made.pop(0))
-        self.totals.take(k, backward, made)
+        self.totals.take(k, backward.gives, made)
 
     def _completed(self, refs: Sequence[Ref], given: Sequence[tf.Tensor | None], m: int) -> list[tf.Tensor | None]:
         """Zeros for probabilities or logits where only the other has a gradient, as is usual.
@@ -209,8 +244,8 @@ class _SecondPass:
         k, m = task.stage, task.micro_batch
         call, stage, signature = self.call, self.call.stages[k], self.call.signatures[k]
         weights = self.totals.trained[k]
-        dd = [self.dd.get((signature.inputs[i], m)) for i in done.backward.inputs]
-        dd += [self.dd_weights.get(id(weights[i])) for i in done.backward.dense]
+        dd = [self.dd.get((signature.inputs[i], m)) for i in done.backward.gives.inputs]
+        dd += [self.dd_weights.get(id(weights[i])) for i in done.backward.gives.dense]
         if all(d is None for d in dd):
             return
         with call.placed(task, "second"):
@@ -224,9 +259,9 @@ class _SecondPass:
                 share = self.rows.weight(m, made[0].dtype) * made.pop(0)
                 before = self.dd_losses[k][i]
                 self.dd_losses[k][i] = share if before is None else before + share
-        for i in second.inputs:
+        for i in second.gives.inputs:
             self.given.setdefault((signature.inputs[i], m), []).append(made.pop(0))
-        self.totals.take(k, second, made)
+        self.totals.take(k, second.gives, made)
 
     def gradients_of_outputs(self) -> list[tf.Tensor | None]:
         """Gradients of what the backward pass was given, in the order of `Call.float_outputs`."""

@@ -43,6 +43,7 @@ from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import forwardprop_util, record
@@ -519,6 +520,7 @@ class PlacedFunction:
         self._function = function
         self._device = device
         self._remote: Any = None
+        self._reads: list[int] = []
         here = tf.DeviceSpec.from_string(device)
         homes = [tf.DeviceSpec.from_string(t.device) for t in function.captured_inputs if t.dtype == tf.resource]
         if here.device_type == "CPU" and all(home.make_merged_spec(here) == home for home in homes):
@@ -530,6 +532,8 @@ class PlacedFunction:
             with tf.init_scope():
                 traced = tf.function(remote, autograph=False, input_signature=specs)
                 self._remote = traced.get_concrete_function()
+            reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(self._remote.graph)
+            self._reads = [1 + index for index in reads]  # after the target
 
     @property
     def _captures(self) -> int:
@@ -541,20 +545,36 @@ class PlacedFunction:
             return []  # no gradient passes through the stage, and it has no weights
         if self._remote is None or tf.executing_eagerly():
             return list(self._function(*flat))
-        capture = tf.compat.v1.get_default_graph().capture
+        graph = tf.compat.v1.get_default_graph()
+        if not hasattr(graph, "_gpipe_captured"):
+            graph._gpipe_captured = {}  # kept by the graph, whose tensors these are
+        captured = graph._gpipe_captured
+        if self not in captured:
+            captured[self] = [graph.capture(tensor) for tensor in self._remote.captured_inputs]
         outputs = tf.raw_ops.RemoteCall(
             target=self._device,
-            args=[*flat, *(capture(tensor) for tensor in self._remote.captured_inputs)],
+            args=[*flat, *captured[self]],
             Tout=[output.dtype for output in self._remote.outputs],
             f=self._remote,
         )
         # Without it, calls that share a variable would wait for each other as if they wrote it.
-        reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(self._remote.graph)
-        name = auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR
-        ops.set_int_list_attr(outputs[0].op, name, [1 + index for index in reads])  # after the target
+        ops.set_int_list_attr(outputs[0].op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, self._reads)
+        _hide_function(outputs[0].op)
         for output, known in zip(outputs, self._remote.outputs, strict=True):
             output.set_shape(known.shape)
         return list(outputs)
+
+
+def _hide_function(call: tf.Operation) -> None:
+    """Keeps a pass of TensorFlow from looking into the function of a call, which costs 12 ms for each call.
+
+    `EncapsulateSubgraphsPass` looks for operations that use reference variables (of TensorFlow 1), to note that on
+    those that XLA compiles. For each call it makes the called function's graph anew, twice, only to find none. Where an
+    operation's attributes name something that is known to give a reference, it does not look any further, neither there
+    nor at what comes after. The note has no effect: calls are not compiled, only what is inside them.
+    """
+    attribute = attr_value_pb2.AttrValue(func=attr_value_pb2.NameAttrList(name="VariableV2"))
+    call._set_attr("_gpipe_not_searched", attribute)
 
 
 # --- variables -------------------------------------------------------------------------------------------------------

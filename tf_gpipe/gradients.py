@@ -1,43 +1,121 @@
-"""Gradients of weights: summed over micro-batches inside the stages, and over the stages that share a weight.
+"""Gradients of weights: summed over micro-batches, and over the stages that share a weight.
 
-A dense gradient is added to a running sum that a backward function takes and gives, in float32 for 16-bit weights.
-`tf.IndexedSlices` (embeddings) come out of each backward function and are put side by side at the end.
+A stage's backward function treats the gradient of a weight in one of three ways:
+
+- **summed**: it is added to a running sum that the function takes and gives, in float32 for 16-bit weights. Small
+  weights share one buffer, so that a stage of hundreds of them passes on a few tensors from task to task;
+- **deferred**: the function gives what the gradient is made of, and it is made once for all micro-batches
+  (`contraction.py`), where that costs no memory, or where memory is not what is saved;
+- **sparse**: `tf.IndexedSlices` (embeddings) come out of each backward function and are put side by side at the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_gpipe import contraction
+from tf_gpipe.contraction import Contraction
 
-class GradientSums:
-    """How the gradients of a stage are laid out: those of its inputs, sums of dense weights, slices of sparse ones.
+SMALL = 1 << 16
+"""Numbers in a weight up to which it shares a buffer: adding them costs less than handing them on one by one."""
 
-    Args:
-        weights: the weights that are trained.
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """How the running sums of a stage's weights are laid out.
 
     Attributes:
-        inputs: positions of the stage's inputs whose gradients come out; known once `sort` has run, as the next two.
-        dense, sparse: positions of the weights with a dense gradient, and of those with slices.
+        groups: positions of the weights in each buffer.
+        dtypes: of each buffer.
     """
 
-    def __init__(self, weights: Sequence[keras.Variable]) -> None:
-        self.weights = list(weights)
-        self.inputs: tuple[int, ...] = ()
-        self.dense: tuple[int, ...] = ()
-        self.sparse: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...]
+    dtypes: tuple[tf.DType, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[keras.Variable]) -> Buffers:
+        """The layout for the trained weights of a stage."""
+        shared: dict[tf.DType, list[int]] = {}
+        groups = []
+        for i, v in enumerate(weights):
+            if math.prod(v.shape) > SMALL or v.overwrite_with_gradient:
+                groups.append([i])
+            else:
+                shared.setdefault(_sum_dtype(v), []).append(i)
+        groups += shared.values()
+        return cls(tuple(map(tuple, groups)), tuple(_sum_dtype(weights[group[0]]) for group in groups))
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Kinds of the sums that a backward function takes.
+        """Kinds of the buffers.
 
         A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all.
         """
-        return [tf.TensorSpec(None, _sum_dtype(v)) for v in self.weights]
+        return [tf.TensorSpec(None, dtype) for dtype in self.dtypes]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """Where the sums start."""
+        return [tf.zeros([], dtype) for dtype in self.dtypes]
+
+    def pack(self, at: int, weights: Sequence[keras.Variable], gradients: dict[int, tf.Tensor]) -> tf.Tensor:
+        """The gradients of the weights of a buffer, as they are in it; 0 where there is none."""
+        group, dtype = self.groups[at], self.dtypes[at]
+        if len(group) == 1:
+            return tf.cast(gradients[group[0]], dtype)
+        parts = [
+            tf.reshape(tf.cast(gradients[i], dtype), [-1])
+            if i in gradients
+            else tf.zeros([math.prod(weights[i].shape)], dtype)
+            for i in group
+        ]
+        return tf.concat(parts, 0)
+
+    def unpack(self, at: int, weights: Sequence[keras.Variable], total: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The sum of each weight in a buffer, by position."""
+        group = self.groups[at]
+        if len(group) == 1:
+            total.set_shape(weights[group[0]].shape)
+            return {group[0]: total}
+        parts = tf.split(total, [math.prod(weights[i].shape) for i in group])
+        return {i: tf.reshape(part, weights[i].shape) for i, part in zip(group, parts, strict=True)}
+
+
+class GradientLayout:
+    """What a backward function gives: gradients of inputs, buffers, slices, and operands of deferred gradients.
+
+    Args:
+        weights: the weights that are trained.
+        deferral: a gradient is deferred if its operands, this many times, are not larger than the weight. 0 defers
+            none.
+
+    Attributes:
+        inputs: positions of the stage's inputs whose gradients come out; known once `sort` has run, as the rest.
+        dense, sparse: positions of the weights with a dense gradient, and of those with slices.
+        buffers: indices of the buffers that come out.
+        deferred: those of `dense` that are deferred, and how each is made.
+    """
+
+    def __init__(self, weights: Sequence[keras.Variable], deferral: int = 0) -> None:
+        self.weights = list(weights)
+        self.layout = Buffers.of(self.weights)
+        self.deferral = deferral
+        self.inputs: tuple[int, ...] = ()
+        self.dense: tuple[int, ...] = ()
+        self.sparse: tuple[int, ...] = ()
+        self.buffers: tuple[int, ...] = ()
+        self.deferred: tuple[tuple[int, Contraction], ...] = ()
+
+    @property
+    def specs(self) -> list[tf.TensorSpec]:
+        """Kinds of the buffers that a backward function takes."""
+        return self.layout.specs
 
     def sort(self, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[tf.Tensor]:
         """Flat tensors of the gradients of the wanted inputs and the weights, leaving out what is unconnected."""
@@ -51,16 +129,30 @@ class GradientSums:
         return [*(tf.convert_to_tensor(d) for _, d in d_inputs), *(d for _, d in dense), *slices]
 
     def add(self, flat: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What a backward function returns: as `sort`, with the dense gradients added to the sums so far."""
-        made = list(flat)
-        for at, i in enumerate(self.dense, start=len(self.inputs)):
-            made[at] = add_gradient(self.weights[i], sums[i], tf.cast(made[at], sums[i].dtype))
-        return made
+        """What a backward function returns, from what `sort` gave and the buffers so far."""
+        count = len(self.inputs)
+        d_inputs, slices = flat[:count], flat[count + len(self.dense) :]
+        gradients = dict(zip(self.dense, flat[count : count + len(self.dense)], strict=True))
+        operands: list[tf.Tensor] = []
+        deferred = []
+        for i in self.dense:
+            found = contraction.find(gradients[i]) if self._may_defer(i) else None
+            if found is not None and self.deferral * contraction.size(*found[1:]) <= math.prod(self.weights[i].shape):
+                del gradients[i]
+                deferred.append((i, found[0]))
+                operands += found[1:]
+        self.deferred = tuple(deferred)
+        groups = self.layout.groups
+        self.buffers = tuple(at for at, group in enumerate(groups) if any(i in gradients for i in group))
+        added = []
+        for at in self.buffers:
+            packed = self.layout.pack(at, self.weights, gradients)
+            added.append(add_gradient(self.weights[groups[at][0]], sums[at], packed))
+        return [*d_inputs, *added, *slices, *operands]
 
-
-def zero_sums(weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Where the running sums of gradients start: scalars, in float32 for 16-bit weights."""
-    return [tf.zeros([], _sum_dtype(v)) for v in weights]
+    def _may_defer(self, i: int) -> bool:
+        weight = self.weights[i]
+        return self.deferral > 0 and math.prod(weight.shape) > SMALL and not weight.overwrite_with_gradient
 
 
 def add_gradient(variable: keras.Variable, so_far: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:

@@ -32,8 +32,6 @@ from tf_gpipe.schedule import Schedule, Task
 from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
 
-REMAT_MODES = ("always", "except_last", "never")
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOutput:
@@ -64,7 +62,9 @@ class Pipeline:
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
-        self.stages = [Stage(stage, jit_compile=jit_compile) for stage in plan.stages if stage.steps]
+        # "never" has the operands of deferred gradients in memory anyway, for a part.
+        deferral = 1 if remat == "never" else num_micro_batches
+        self.stages = [Stage(stage, jit_compile=jit_compile, deferral=deferral) for stage in plan.stages if stage.steps]
 
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tf_gpipe.errors import ScheduleError
-from tf_gpipe.tasks import LETTERS, Rows, Task, check_complete, start_ticks, table
+from tf_gpipe.tasks import LETTERS, Remat, Rows, Task, check_complete, check_remat, recomputes, start_ticks, table
 
 __all__ = ["Schedule", "Simulation", "Task"]
 
@@ -96,6 +96,17 @@ class Schedule:
         """Number of rows: K, or fewer where devices hold several stages."""
         return len(self.tasks)
 
+    @property
+    def row_word(self) -> str:
+        """What a row of a table or picture is: `"stage"`, or `"device"` where devices hold several stages."""
+        return "stage" if self.num_devices == self.num_stages else "device"
+
+    @property
+    def heading(self) -> str:
+        """Name and size in one line."""
+        stages = _plural(self.num_stages, "stage")
+        return f"{self.name}: {stages}, {_plural(self.num_micro_batches, 'micro-batch', 'es')}"
+
     def validate(self) -> None:
         """Checks that every task runs exactly once, on its stage's device, and that no device waits for ever.
 
@@ -106,33 +117,49 @@ class Schedule:
             >>> Schedule.gpipe(4, 8).validate()
         """
         check_complete(self.tasks, self.num_stages, self.num_micro_batches)
-        start_ticks(self.tasks, (1,) * self.num_stages, (1,) * self.num_stages)
+        start_ticks(self.tasks, self.num_stages, lambda task: 1)
 
-    def simulate(self, forward_ticks: int | Sequence[int] = 1, backward_ticks: int | Sequence[int] = 2) -> Simulation:
+    def simulate(
+        self,
+        forward_ticks: int | Sequence[int] = 1,
+        backward_ticks: int | Sequence[int] = 2,
+        *,
+        remat: Remat = "never",
+    ) -> Simulation:
         """Times the schedule: each device runs its row in order, each task as soon as what it needs is there.
 
         Transfers take no time, and nothing but its own row and its needs holds a task up.
 
         Args:
             forward_ticks: length of a forward task in ticks, one whole number ≥ 1 or one a stage.
-            backward_ticks: likewise of a backward task. A backward pass costs about two forward passes, hence the
-                default; with rematerialisation about three.
+            backward_ticks: likewise of a backward task without its recomputation. A backward pass costs about two
+                forward passes, hence the default.
+            remat: which micro-batches recompute their activations, as in the strategy: `"always"`, `"except_last"` or
+                `"never"`. The recomputation comes first in the backward task, and takes as long as the forward task.
 
         Returns:
             The start of every task, and what follows from it.
 
         Raises:
-            ScheduleError: the schedule is not valid, or a length is not a whole number of at least 1.
+            ScheduleError: the schedule is not valid, a length is not a whole number of at least 1, or `remat` is
+                another word.
 
         Example:
             >>> simulation = Schedule.gpipe(2, 3).simulate()
             >>> simulation.num_ticks, simulation.bubble
             (12, 0.25)
+            >>> print(Schedule.gpipe(2, 2).simulate(remat="except_last"))
+            gpipe: 2 stages, 2 micro-batches, 11 ticks, bubble 36.4 %, remat except_last
+            tick      0  1  2  3  4  5  6  7  8  9 10
+            stage 0  F0 F1  .  .  . B1 B1  . R0 B0 B0
+            stage 1   . F0 F1 B1 B1 R0 B0 B0  .  .  .
         """
         forward = _ticks("forward_ticks", forward_ticks, self.num_stages)
         backward = _ticks("backward_ticks", backward_ticks, self.num_stages)
+        check_remat(remat)
         check_complete(self.tasks, self.num_stages, self.num_micro_batches)
-        return Simulation(self, forward, backward, start_ticks(self.tasks, forward, backward))
+        untimed = Simulation(self, forward, backward, (), remat)
+        return replace(untimed, starts=start_ticks(self.tasks, self.num_stages, untimed.ticks))
 
     def order(self) -> tuple[Task, ...]:
         """All tasks in one sequence, sorted by start tick and then stage: the order in which the engine emits them.
@@ -214,13 +241,14 @@ class Simulation:
     """A schedule with the start tick of each of its tasks; `Schedule.simulate` makes one.
 
     `str` draws it: devices down, ticks across, in each cell the task that runs then (repeated while it lasts), or `.`
-    where the device is idle.
+    where the device is idle. `R` stands for the recomputation with which a backward task begins.
 
     Args:
         schedule: the schedule.
         forward_ticks: length of a forward task of each stage, in ticks.
-        backward_ticks: likewise of a backward task.
+        backward_ticks: likewise of a backward task without its recomputation.
         starts: start ticks, row by row as in `schedule.tasks`.
+        remat: which micro-batches recompute their activations.
 
     Example:
         >>> Schedule.gpipe(4, 4).simulate().max_live
@@ -231,6 +259,7 @@ class Simulation:
     forward_ticks: tuple[int, ...]
     backward_ticks: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
+    remat: Remat = "never"
 
     def start(self) -> dict[Task, int]:
         """Maps each task to the tick in which it starts.
@@ -252,13 +281,31 @@ class Simulation:
             task: a task of the schedule.
 
         Returns:
-            Its length in ticks.
+            Its length in ticks, with its recomputation.
 
         Example:
             >>> Schedule.gpipe(2, 2).simulate().ticks(Task("backward", 0, 0))
             2
         """
-        return (self.forward_ticks if task.kind == "forward" else self.backward_ticks)[task.stage]
+        own = (self.forward_ticks if task.kind == "forward" else self.backward_ticks)[task.stage]
+        return own + self.recompute_ticks(task)
+
+    def recompute_ticks(self, task: Task) -> int:
+        """Tells how many ticks of a task, its first ones, recompute activations.
+
+        Args:
+            task: a task of the schedule.
+
+        Returns:
+            The forward ticks of its stage; 0 for a forward task, and where `remat` keeps the activations.
+
+        Example:
+            >>> simulation = Schedule.gpipe(2, 2).simulate(remat="except_last")
+            >>> [simulation.recompute_ticks(Task("backward", 0, m)) for m in range(2)]
+            [1, 0]
+        """
+        again = recomputes(task, self.remat, self.schedule.num_micro_batches)
+        return self.forward_ticks[task.stage] if again else 0
 
     @property
     def num_ticks(self) -> int:
@@ -282,21 +329,24 @@ class Simulation:
                 most[task.stage] = max(most[task.stage], live[task.stage])
         return tuple(most)
 
+    @property
+    def title(self) -> str:
+        """Size, length and bubble in one line."""
+        remat = "" if self.remat == "never" else f", remat {self.remat}"
+        ticks = _plural(self.num_ticks, "tick")
+        return f"{self.schedule.heading}, {ticks}, bubble {100 * self.bubble:.1f} %{remat}"
+
     def __str__(self) -> str:
         schedule, num_ticks = self.schedule, self.num_ticks
-        one_stage_a_row = schedule.num_devices == schedule.num_stages
+        one_stage_a_row = schedule.row_word == "stage"
         grid = [["."] * num_ticks for _ in schedule.tasks]
         for cells, row, starts in zip(grid, schedule.tasks, self.starts, strict=True):
             for task, start in zip(row, starts, strict=True):
-                text = f"{LETTERS[task.kind]}{task.micro_batch}" if one_stage_a_row else str(task)
-                cells[start : start + self.ticks(task)] = [text] * self.ticks(task)
-        title = (
-            f"{schedule.name}: {_plural(schedule.num_stages, 'stage')}, "
-            f"{_plural(schedule.num_micro_batches, 'micro-batch', 'es')}, {_plural(num_ticks, 'tick')}, "
-            f"bubble {100 * self.bubble:.1f} %"
-        )
-        word = "stage" if one_stage_a_row else "device"
-        return "\n".join([title, *table("tick", word, [list(map(str, range(num_ticks))), *grid])])
+                again = self.recompute_ticks(task)
+                letters = "R" * again + LETTERS[task.kind] * (self.ticks(task) - again)
+                stage = "" if one_stage_a_row else str(task.stage)
+                cells[start : start + len(letters)] = [f"{stage}{letter}{task.micro_batch}" for letter in letters]
+        return "\n".join([self.title, *table("tick", schedule.row_word, [list(map(str, range(num_ticks))), *grid])])
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

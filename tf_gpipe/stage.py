@@ -3,10 +3,11 @@
 Both are pure `tf.function`s, traced once for a kind of input and called once for each micro-batch:
 
     forward:  inputs, masks, variables                            →  outputs, masks, new state, losses, moments
-    backward: inputs, masks, variables, d outputs, d losses, sums →  d inputs, sums + d weights, sparse d weights
+    backward: inputs, masks, variables, d outputs, d losses, sums →  d inputs, sums + d weights, sparse …, operands
 
 The backward function runs the forward pass again from the stage's stored inputs (rematerialisation) and takes its
-gradient, adding each weight's gradient to the running sum it is given. The functions are not inlined
+gradient, adding each weight's gradient to the running sum it is given, or giving the operands of one that is deferred
+(`gradients.py`). The functions are not inlined
 (`_noinline`): otherwise Grappler would merge the recomputation with the forward pass and keep all activations.
 `tf.recompute_grad` is not used, see docs/decisions/0002-rematerialisation.md.
 """
@@ -22,8 +23,9 @@ import tensorflow as tf
 
 from tf_gpipe import compat, residuals, state
 from tf_gpipe.body import Body, StageBody
+from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
-from tf_gpipe.gradients import GradientSums
+from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
 from tf_gpipe.values import Kind, Value, components, has_gradient, kind_of, take_value
@@ -127,14 +129,11 @@ class Backward:
 
     Attributes:
         function: flat tensors in, flat tensors out.
-        inputs: positions of the stage's inputs whose gradients come out.
-        dense, sparse: positions of the weights whose gradients are summed inside, and come out as `tf.IndexedSlices`.
+        gives: which gradients these are.
     """
 
     function: Callable[..., list[tf.Tensor]]
-    inputs: tuple[int, ...]
-    dense: tuple[int, ...]
-    sparse: tuple[int, ...]
+    gives: GradientLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +157,10 @@ class Stage:
     Args:
         plan: the stage.
         jit_compile: whether XLA compiles its functions.
+        deferral: for how many micro-batches deferring a gradient costs memory, see `GradientLayout`.
     """
 
-    def __init__(self, plan: StagePlan, *, jit_compile: bool) -> None:
+    def __init__(self, plan: StagePlan, *, jit_compile: bool, deferral: int) -> None:
         self.plan = plan
         self.index = plan.index
         self.device = plan.device
@@ -168,6 +168,8 @@ class Stage:
         self._choices = state.Choices()
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self._jit_compile = jit_compile
+        self._deferral = deferral
+        self._deferred: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._forwards: dict[Signature, Forward] = {}
         self._backwards: dict[BackwardKind, Backward] = {}
         self._seconds: dict[Any, Backward] = {}
@@ -284,16 +286,16 @@ class Stage:
 
     def _trace_backward(self, kind: BackwardKind) -> Backward:
         signature, forward = kind.signature, self.forward(kind.signature)
-        sums = GradientSums(self.trained(signature))
+        gives = GradientLayout(self.trained(signature), self._deferral)
         d_specs = _gradient_specs(forward, kind)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
             tape, body, sources, rest = self._run_recorded(flat, forward.given, kind)
             gradients = tape.gradient(_targets(body, kind), sources, output_gradients=list(rest[: len(d_specs)]))
-            return sums.add(sums.sort(gradients, kind.wanted), rest[len(d_specs) :])
+            return gives.add(gives.sort(gradients, kind.wanted), rest[len(d_specs) :])
 
-        function = self._trace(signature, backward, [*_input_specs(signature, forward.given), *d_specs, *sums.specs])
-        return Backward(function, sums.inputs, sums.dense, sums.sparse)
+        function = self._trace(signature, backward, [*_input_specs(signature, forward.given), *d_specs, *gives.specs])
+        return Backward(function, gives)
 
     def second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
         """The gradient of the backward function of a kind; traced the first time.
@@ -308,14 +310,14 @@ class Stage:
     def _trace_second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
         signature, forward, first = kind.signature, self.forward(kind.signature), self.backward(kind)
         weights = self.trained(signature)
-        sums = GradientSums(weights)
+        gives = GradientLayout(weights)
         d_specs = _gradient_specs(forward, kind)
-        kinds = [signature.values[i] for i in first.inputs]
-        kinds += [tf.TensorSpec(weights[i].shape, weights[i].dtype) for i in first.dense]
+        kinds = [signature.values[i] for i in first.gives.inputs]
+        kinds += [tf.TensorSpec(weights[i].shape, weights[i].dtype) for i in first.gives.dense]
         dd_specs = [spec for spec, there in zip(kinds, dd_made, strict=True) if there]
 
         sources_of = [i for i, there in enumerate(kind.wanted) if there]
-        made_at = [sources_of.index(i) for i in first.inputs] + [len(sources_of) + i for i in first.dense]
+        made_at = [sources_of.index(i) for i in first.gives.inputs] + [len(sources_of) + i for i in first.gives.dense]
 
         def second(*flat: tf.Tensor) -> list[tf.Tensor]:
             with tf.GradientTape() as outer:
@@ -327,12 +329,12 @@ class Stage:
             dd, before = list(rest[: len(dd_specs)]), rest[len(dd_specs) :]
             found = outer.gradient(made, [*given, *sources], output_gradients=dd)
             d_given = [tf.zeros_like(g) if d is None else d for g, d in zip(given, found, strict=False)]
-            return [*d_given, *sums.add(sums.sort(found[len(given) :], kind.wanted), before)]
+            return [*d_given, *gives.add(gives.sort(found[len(given) :], kind.wanted), before)]
 
         function = self._trace(
-            signature, second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *sums.specs]
+            signature, second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *gives.specs]
         )
-        return Backward(function, sums.inputs, sums.dense, sums.sparse)
+        return Backward(function, gives)
 
     def kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         """The functions of a micro-batch whose activations are kept; traced the first time."""
@@ -342,7 +344,7 @@ class Stage:
 
     def _trace_kept(self, signature: Signature, wanted: tuple[bool, ...]) -> Kept:
         plain = self.forward(signature)
-        sums = GradientSums(self.trained(signature))
+        gives = GradientLayout(self.trained(signature), self._deferral)
         kind = BackwardKind(signature, wanted, tuple(map(has_gradient, plain.values)), (True,) * len(plain.losses))
         d_specs = _gradient_specs(plain, kind)
         traced: list[residuals.Residuals] = []
@@ -353,7 +355,7 @@ class Stage:
 
             def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                 made = tape.gradient(targets, sources, output_gradients=list(d_outputs))
-                return sums.sort(made, wanted)
+                return gives.sort(made, wanted)
 
             traced.append(residuals.trace(gradient, d_specs))
             return [*body.flat, *traced[-1].kept]
@@ -361,19 +363,47 @@ class Stage:
         def backward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
             count = len(traced[-1].kept)
             d_outputs, rest = flat[count : count + len(d_specs)], flat[count + len(d_specs) :]
-            return sums.add(traced[-1].run(flat[:count], d_outputs), rest)
+            return gives.add(traced[-1].run(flat[:count], d_outputs), rest)
 
         forward = self._trace(signature, forward_kept, _input_specs(signature, plain.given))
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
             return Kept(plain, self.backward(kind), traced[-1])
-        backward = self._trace(signature, backward_kept, [*specs, *d_specs, *sums.specs])
+        backward = self._trace(signature, backward_kept, [*specs, *d_specs, *gives.specs])
         return Kept(
             dataclasses.replace(plain, function=forward),
-            Backward(backward, sums.inputs, sums.dense, sums.sparse),
+            Backward(backward, gives),
             traced[-1],
         )
+
+    def deferred(
+        self,
+        made: Sequence[tuple[Contraction, Sequence[tf.Tensor], Sequence[tf.Tensor]]],
+        weights: Sequence[keras.Variable],
+    ) -> list[tf.Tensor]:
+        """Deferred gradients of weights.
+
+        Args:
+            made: how each is made, and its first and its second operand from each micro-batch.
+            weights: the weights.
+        """
+        flat = [tensor for _, first, second in made for tensor in (*first, *second)]
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat]
+        counts = [len(first) for _, first, _ in made]
+        kinds = [kind for kind, _, _ in made]
+        key = (*kinds, *map(id, weights), *counts, *specs)
+        if key not in self._deferred:
+
+            def weight_gradients(*flat: tf.Tensor) -> list[tf.Tensor]:
+                gradients, left = [], list(flat)
+                for kind, count, weight in zip(kinds, counts, weights, strict=True):
+                    first, second, left = left[:count], left[count : 2 * count], left[2 * count :]
+                    gradients.append(tf.reshape(kind.run(first, second), weight.shape))
+                return gradients
+
+            self._deferred[key] = self._trace(None, weight_gradients, specs)
+        return self._deferred[key](*flat)
 
     # --- the body ---
 
@@ -405,7 +435,7 @@ class Stage:
                 )
 
     def _trace(
-        self, signature: Signature, body: Callable[..., Any], specs: Sequence[tf.TensorSpec]
+        self, signature: Signature | None, body: Callable[..., Any], specs: Sequence[tf.TensorSpec]
     ) -> Callable[..., list[tf.Tensor]]:
         """Traces a function of flat tensors outside whatever graph is being built."""
         body.__name__ = f"stage_{self.index}_{body.__name__}"

@@ -24,8 +24,9 @@ from tf_gpipe import compat, model_graph
 from tf_gpipe.devices import stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
-from tf_gpipe.pipeline import REMAT_MODES, Pipeline
+from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
+from tf_gpipe.tasks import REMAT_MODES
 from tf_gpipe.values import Value, is_dense
 
 _placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()

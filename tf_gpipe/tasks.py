@@ -7,16 +7,30 @@ checked, and its error can show it, before there is anything that could be drawn
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from tf_gpipe.errors import ScheduleError
 
-__all__ = ["LETTERS", "Kind", "Rows", "Task", "check_complete", "start_ticks", "table"]
+__all__ = [
+    "LETTERS",
+    "REMAT_MODES",
+    "Kind",
+    "Remat",
+    "Rows",
+    "Task",
+    "check_complete",
+    "check_remat",
+    "recomputes",
+    "start_ticks",
+    "table",
+]
 
 Kind = Literal["forward", "backward"]
+Remat = Literal["always", "except_last", "never"]
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B"}
+REMAT_MODES: tuple[Remat, ...] = ("always", "except_last", "never")
 _KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 _TASK_TEXT = re.compile(r"\s*(\d+)([FB])(\d+)\s*", re.ASCII)
 _PICTURE_MARGIN = 6  # Cells that an error shows on either side of the failing ones.
@@ -94,6 +108,20 @@ Rows = tuple[tuple[Task, ...], ...]
 """The tasks of each device, in order."""
 
 
+def recomputes(task: Task, remat: Remat, num_micro_batches: int) -> bool:
+    """Tells whether a task recomputes activations before it goes backward."""
+    if task.kind == "forward" or remat == "never":
+        return False
+    return remat == "always" or task.micro_batch < num_micro_batches - 1
+
+
+def check_remat(remat: str) -> None:
+    """Raises a `ScheduleError` unless the word is one of `REMAT_MODES`."""
+    if remat not in REMAT_MODES:
+        words = ", ".join(map(repr, REMAT_MODES))
+        raise ScheduleError(f"remat must be one of {words}; received {remat!r}. Pass the one that the strategy has.")
+
+
 def check_complete(rows: Rows, num_stages: int, num_micro_batches: int) -> None:
     """Raises a `ScheduleError` unless every task of K × M × {forward, backward} stands once, on its stage's device."""
     if len(rows) > num_stages:
@@ -141,8 +169,11 @@ def _every_task(num_stages: int, num_micro_batches: int) -> Iterable[Task]:
     return (Task(kind, k, m) for k in range(num_stages) for kind in LETTERS for m in range(num_micro_batches))
 
 
-def start_ticks(rows: Rows, forward: Sequence[int], backward: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Starts each task when its device is free and its needs have finished; raises a `ScheduleError` on a deadlock."""
+def start_ticks(rows: Rows, num_stages: int, ticks: Callable[[Task], int]) -> tuple[tuple[int, ...], ...]:
+    """Starts each task when its device is free and its needs have finished; raises a `ScheduleError` on a deadlock.
+
+    `ticks` gives the length of a task.
+    """
     end: dict[Task, int] = {}
     starts: list[list[int]] = [[] for _ in rows]
     free = [0] * len(rows)
@@ -151,19 +182,19 @@ def start_ticks(rows: Rows, forward: Sequence[int], backward: Sequence[int]) -> 
         progress = False
         for d, row in enumerate(rows):
             for task in row[len(starts[d]) :]:
-                needs = task.needs(len(forward))
+                needs = task.needs(num_stages)
                 if any(need not in end for need in needs):
                     break
                 start = max([free[d], *(end[need] for need in needs)])
                 starts[d].append(start)
-                end[task] = free[d] = start + (forward if task.kind == "forward" else backward)[task.stage]
+                end[task] = free[d] = start + ticks(task)
                 progress = True
     stuck = [(d, len(done)) for d, done in enumerate(starts) if len(done) < len(rows[d])]
     if stuck:
         waits = []
         for d, position in stuck:
             task = rows[d][position]
-            missing = next(need for need in task.needs(len(forward)) if need not in end)
+            missing = next(need for need in task.needs(num_stages) if need not in end)
             waits.append(f"device {d} at {task} for {missing}")
         raise _invalid(
             rows,

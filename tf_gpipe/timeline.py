@@ -1,0 +1,429 @@
+"""A measured step as a value: when each task was ready, began and ended, and where the time of the devices went.
+
+A timeline holds the schedule that ran and one event a task, and everything else follows from them: shares of the step
+time in the manner of the GPipe paper's table of overheads, a comparison with the simulation of the same schedule, and a
+trace that Perfetto (ui.perfetto.dev) and chrome://tracing open. Nothing here imports TensorFlow, so that a step
+measured on one machine can be read on another.
+
+Where the time of a device goes, in this order; the six shares add up to 1:
+
+    compute      forward tasks, and backward tasks without recomputation
+    recompute    the beginning of a backward task that makes its activations again
+    bubble       idle in a simulation of the schedule with equal stages, of the mean measured lengths
+    imbalance    what a simulation with each stage's own mean lengths is idle beyond that
+    transfer     idle beyond the simulation, while the needed tensor is made but has not arrived
+    other        the rest: loss, optimizer, waiting for other stages' transfers, overheads
+
+A wait for a transfer in time that the device would be idle anyway costs nothing and counts as bubble or imbalance.
+`imbalance` is below 0 for a stage that idles less than with equal stages, and `other` where lengths that vary from one
+micro-batch to the next have made the step shorter than mean lengths would.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from tf_gpipe.errors import ArgumentError, ScheduleError
+from tf_gpipe.schedule import Schedule, Simulation
+from tf_gpipe.tasks import LETTERS, Kind, Remat, Task, check_remat, recomputes
+
+__all__ = ["Event", "Shares", "Timeline"]
+
+_NS = 1e-9  # seconds in a tick of the simulations
+_US = 1e-6  # seconds in the unit of a Chrome trace
+
+
+class Event(NamedTuple):
+    """One task as it was measured. Times are in seconds, on any one clock.
+
+    Args:
+        task: the task.
+        ready: when all its inputs had arrived on its device.
+        start: when it began.
+        end: when it ended.
+    """
+
+    task: Task
+    ready: float
+    start: float
+    end: float
+
+
+class Shares(NamedTuple):
+    """Where the time of a device, or of all, goes: shares of the step time that add up to 1."""
+
+    compute: float
+    recompute: float
+    transfer: float
+    bubble: float
+    imbalance: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One training step as it was measured. `print(timeline)` shows it as a table.
+
+    The recomputation inside a backward task is not measured apart. Where `remat` says that the task recomputes, its
+    beginning is taken to be recomputation, as long as the forward task of the same stage and micro-batch, and never
+    longer than the backward task.
+
+    Args:
+        schedule: the schedule that ran.
+        events: one for each task of the schedule, in any order; kept device by device, in the order of the rows.
+        begin: when the step began, in seconds on the clock of the events.
+        end: when it ended, with loss and optimizer.
+        remat: which micro-batches recomputed their activations: `"always"`, `"except_last"` or `"never"`.
+
+    Raises:
+        ScheduleError: the schedule cannot run; an event is missing, unknown or there twice; or times contradict each
+            other: ready, start and end of an event, tasks of one device that overlap, events outside the step.
+
+    Example:
+        >>> timeline = Timeline.from_simulation(Schedule.gpipe(2, 3).simulate(remat="always"), tick=0.002)
+        >>> timeline.shares.bubble, timeline.shares.recompute
+        (0.25, 0.1875)
+        >>> print(timeline)
+        gpipe: 2 stages, 3 micro-batches, step 32.0 ms, remat always
+        stage  compute  recompute  transfer  bubble  imbalance  other
+            0   56.2 %     18.8 %     0.0 %  25.0 %      0.0 %  0.0 %
+            1   56.2 %     18.8 %     0.0 %  25.0 %      0.0 %  0.0 %
+          all   56.2 %     18.8 %     0.0 %  25.0 %      0.0 %  0.0 %
+        <BLANKLINE>
+        tasks took 32.0 ms, in a simulation with the mean lengths 32.0 ms (measured 1.00 times as long)
+        ms, simulated in brackets, from the first start
+        stage  forward  backward    first F      first B          end  largest difference
+            0      2.0       6.0  0.0 (0.0)  14.0 (14.0)  32.0 (32.0)                 0.0
+            1      2.0       6.0  2.0 (2.0)    8.0 (8.0)  26.0 (26.0)                 0.0
+    """
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    begin: float
+    end: float
+    remat: Remat
+
+    def __post_init__(self) -> None:
+        self.schedule.validate()
+        check_remat(self.remat)
+        given = [Event(Task(*event[0]), *map(float, event[1:])) for event in self.events]
+        of = {event.task: event for event in given}
+        tasks = [task for row in self.schedule.tasks for task in row]
+        if len(given) != len(tasks) or of.keys() != set(tasks):
+            raise _wrong_tasks(tasks, [event.task for event in given])
+        object.__setattr__(self, "events", tuple(of[task] for task in tasks))
+        object.__setattr__(self, "begin", float(self.begin))
+        object.__setattr__(self, "end", float(self.end))
+        if not (self.begin < self.end and math.isfinite(self.end - self.begin)):
+            raise ScheduleError(
+                f"A step takes time: expected begin < end in seconds; received begin={self.begin}, end={self.end}. "
+                "Pass the times of one clock."
+            )
+        for row in self.schedule.tasks:
+            _check_row([of[task] for task in row], self.begin, self.end)
+
+    @classmethod
+    def from_simulation(cls, simulation: Simulation, tick: float) -> Timeline:
+        """The step that runs exactly as simulated: to compare with, to draw, and to test.
+
+        Args:
+            simulation: the simulation.
+            tick: length of a tick in seconds, > 0.
+
+        Returns:
+            A timeline from 0 to the last tick, without loss, optimizer and transfers.
+
+        Example:
+            >>> Timeline.from_simulation(Schedule.gpipe(1, 1).simulate(), tick=0.5).duration
+            1.5
+        """
+        num_stages = simulation.schedule.num_stages
+        starts = simulation.start()
+        ends = {task: start + simulation.ticks(task) for task, start in starts.items()}
+        events = []
+        for task, start in starts.items():
+            ready = max([0, *(ends[need] for need in task.needs(num_stages))])
+            events.append(Event(task, ready * tick, start * tick, ends[task] * tick))
+        return cls(simulation.schedule, tuple(events), 0.0, simulation.num_ticks * tick, simulation.remat)
+
+    @property
+    def duration(self) -> float:
+        """Length of the whole step in seconds."""
+        return self.end - self.begin
+
+    @property
+    def tasks_duration(self) -> float:
+        """Seconds from the start of the first task to the end of the last."""
+        return max(event.end for event in self.events) - self._first_start
+
+    @property
+    def simulated_duration(self) -> float:
+        """Seconds that the tasks take in a simulation in which each stage has its own mean measured lengths."""
+        return self._own_stages.num_ticks * _NS
+
+    def event(self, task: Task) -> Event:
+        """Tells when a task ran.
+
+        Args:
+            task: a task of the schedule.
+
+        Returns:
+            Its event.
+        """
+        return self._event_of[task]
+
+    def recompute(self, task: Task) -> float:
+        """Tells how long a task recomputes activations, from its start on.
+
+        Args:
+            task: a task of the schedule.
+
+        Returns:
+            Seconds, as the class describes; 0 for a forward task.
+        """
+        if not recomputes(task, self.remat, self.schedule.num_micro_batches):
+            return 0.0
+        return min(self._length(task), self._length(task._replace(kind="forward")))
+
+    @functools.cached_property
+    def shares(self) -> Shares:
+        """Shares of the time of all devices: K × step time, with one device a stage."""
+        return Shares(*map(fmean, zip(*self.device_shares, strict=True)))
+
+    @functools.cached_property
+    def device_shares(self) -> tuple[Shares, ...]:
+        """Shares of the step time for each device, in the order of the schedule's rows: with one a stage, by k."""
+        shares = []
+        for d, row in enumerate(self.schedule.tasks):
+            recompute = sum(map(self.recompute, row))
+            busy = sum(map(self._length, row))
+            bubble = _idle_ticks(self._equal_stages, d) * _NS
+            imbalance = _idle_ticks(self._own_stages, d) * _NS - bubble
+            rest = self.duration - busy - bubble - imbalance
+            transfer = max(0.0, min(self._transfer_wait(row), rest))
+            seconds = (busy - recompute, recompute, transfer, bubble, imbalance, rest - transfer)
+            shares.append(Shares(*(part / self.duration for part in seconds)))
+        return tuple(shares)
+
+    def start_differences(self) -> dict[Task, float]:
+        """Compares the start of each task with the simulation that has each stage's own mean lengths.
+
+        Returns:
+            Seconds by task, both counted from the first start; above 0 where the task began later than simulated.
+        """
+        starts = self._own_stages.start()
+        return {e.task: e.start - self._first_start - starts[e.task] * _NS for e in self.events}
+
+    def to_chrome(self) -> dict[str, Any]:
+        """Gives the timeline in Chrome's trace event format, which Perfetto reads.
+
+        Returns:
+            A dictionary for `json.dump`: one row a device, in it a slice for each task (`F0`, `B0`), with the
+            recomputation (`R0`) inside the backward slice, and one row for the whole step. Times are in µs from the
+            beginning of the step; `otherData` holds what `load` needs beside them.
+        """
+        names = [f"{self.schedule.row_word} {d}" for d in range(self.schedule.num_devices)]
+        trace: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "tf_gpipe"}}]
+        for d, name in enumerate([*names, "step"]):
+            trace.append({"ph": "M", "pid": 0, "tid": d, "name": "thread_name", "args": {"name": name}})
+            trace.append({"ph": "M", "pid": 0, "tid": d, "name": "thread_sort_index", "args": {"sort_index": d}})
+        trace.append(self._slice("step", "step", len(names), self.begin, self.end, {}))
+        for d, row in enumerate(self.schedule.tasks):
+            for kind, stage, m in row:
+                task = Task(kind, stage, m)
+                _, ready, start, end = self.event(task)
+                args = {"task": str(task), "stage": stage, "micro_batch": m, "ready": ready, "start": start, "end": end}
+                trace.append(self._slice(f"{LETTERS[kind]}{m}", kind, d, start, end, args))
+                if again := self.recompute(task):
+                    trace.append(self._slice(f"R{m}", "recompute", d, start, start + again, {"stage": stage}))
+        other = {"schedule": self.schedule.to_text(), "remat": self.remat, "begin": self.begin, "end": self.end}
+        return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": other}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the Chrome trace to a file.
+
+        Args:
+            path: a name that ends with `.json`.
+
+        Raises:
+            ArgumentError: the name ends otherwise.
+        """
+        if Path(path).suffix != ".json":
+            raise ArgumentError(
+                f"A timeline is saved as a Chrome trace: expected a path that ends with '.json'; received "
+                f"{os.fspath(path)!r}. Use tf_gpipe.draw for a picture."
+            )
+        Path(path).write_text(json.dumps(self.to_chrome()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
+        """Reads what `save` has written.
+
+        Args:
+            path: the file.
+
+        Returns:
+            An equal timeline.
+
+        Raises:
+            ArgumentError: the file holds something else.
+        """
+        try:
+            trace = json.loads(Path(path).read_text(encoding="utf-8"))
+            other = trace["otherData"]
+            found = [event["args"] for event in trace["traceEvents"] if "task" in event.get("args", {})]
+            events = tuple(Event(Task.parse(e["task"]), e["ready"], e["start"], e["end"]) for e in found)
+            schedule, step = Schedule.from_text(other["schedule"]), (other["begin"], other["end"], other["remat"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(
+                f"Expected a trace that Timeline.save has written; received {os.fspath(path)!r}, which is another "
+                f"({error!r}). Save the timeline again."
+            ) from error
+        return cls(schedule, events, *step)
+
+    def __str__(self) -> str:
+        schedule, measured, simulated = self.schedule, self.tasks_duration, self.simulated_duration
+        head = [schedule.row_word, *Shares._fields]
+        by_device = [(str(d), shares) for d, shares in enumerate(self.device_shares)]
+        rows = [[label, *map(_percent, shares)] for label, shares in [*by_device, ("all", self.shares)]]
+        return "\n".join(
+            [
+                self.title,
+                *_table([head, *rows]),
+                "",
+                f"tasks took {_ms(measured)} ms, in a simulation with the mean lengths {_ms(simulated)} ms "
+                f"(measured {measured / simulated:.2f} times as long)",
+                "ms, simulated in brackets, from the first start",
+                *_table(self._starts_table()),
+            ]
+        )
+
+    @property
+    def title(self) -> str:
+        """The size of the schedule and the length of the step in one line."""
+        return f"{self.schedule.heading}, step {_ms(self.duration)} ms, remat {self.remat}"
+
+    @functools.cached_property
+    def _event_of(self) -> dict[Task, Event]:
+        return {event.task: event for event in self.events}
+
+    @functools.cached_property
+    def _first_start(self) -> float:
+        return min(event.start for event in self.events)
+
+    def _length(self, task: Task) -> float:
+        return self.event(task).end - self.event(task).start
+
+    def _mean_lengths(self, kind: Kind) -> list[float]:
+        """For each stage, the mean length of its forward tasks, or of its backward tasks without recomputation."""
+        order, stages = range(self.schedule.num_micro_batches), range(self.schedule.num_stages)
+        tasks = [[Task(kind, k, m) for m in order] for k in stages]
+        return [fmean(self._length(task) - self.recompute(task) for task in row) for row in tasks]
+
+    @functools.cached_property
+    def _own_stages(self) -> Simulation:
+        """The schedule simulated with each stage's own mean lengths; a tick is a nanosecond."""
+        forward, backward = (list(map(_ticks, self._mean_lengths(kind))) for kind in LETTERS)
+        return self.schedule.simulate(forward, backward, remat=self.remat)
+
+    @functools.cached_property
+    def _equal_stages(self) -> Simulation:
+        """The schedule simulated with stages that all have the mean lengths; a tick is a nanosecond."""
+        forward, backward = (_ticks(fmean(self._mean_lengths(kind))) for kind in LETTERS)
+        return self.schedule.simulate(forward, backward, remat=self.remat)
+
+    def _transfer_wait(self, row: Sequence[Task]) -> float:
+        """Seconds that a device is idle while what its next task needs is made elsewhere but has not arrived."""
+        here = {task.stage for task in row}
+        wait, free = 0.0, self.begin
+        for task in row:
+            made = [self.event(n).end for n in task.needs(self.schedule.num_stages) if n.stage not in here]
+            if made:
+                wait += max(0.0, self.event(task).ready - max(free, *made))
+            free = self.event(task).end
+        return wait
+
+    def _slice(self, name: str, kind: str, row: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+        times = {"ts": (start - self.begin) / _US, "dur": (end - start) / _US}
+        return {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": kind, **times, "args": args}
+
+    def _starts_table(self) -> list[list[str]]:
+        """Measured and simulated times of each stage: mean lengths, first starts, the end, the largest difference."""
+        simulated, differences = self._own_stages, self.start_differences()
+        starts = simulated.start()
+
+        def both(measured: float, ticks: int) -> str:
+            return f"{_ms(measured - self._first_start)} ({_ms(ticks * _NS)})"
+
+        rows = [["stage", "forward", "backward", "first F", "first B", "end", "largest difference"]]
+        for k in range(self.schedule.num_stages):
+            tasks = [event.task for event in self.events if event.task.stage == k]
+            lengths = [fmean(self._length(task) for task in tasks if task.kind == kind) for kind in LETTERS]
+            first = [next(task for task in tasks if task.kind == kind) for kind in LETTERS]
+            end = both(self.event(tasks[-1]).end, starts[tasks[-1]] + simulated.ticks(tasks[-1]))
+            largest = max((differences[task] for task in tasks), key=abs)
+            cells = [*map(_ms, lengths), *(both(self.event(task).start, starts[task]) for task in first), end]
+            rows.append([str(k), *cells, _ms(largest)])
+        return rows
+
+
+def _ticks(seconds: float) -> int:
+    return max(1, round(seconds / _NS))
+
+
+def _idle_ticks(simulation: Simulation, device: int) -> int:
+    return simulation.num_ticks - sum(map(simulation.ticks, simulation.schedule.tasks[device]))
+
+
+def _wrong_tasks(expected: Sequence[Task], received: Sequence[Task]) -> ScheduleError:
+    """The error for events that are not one for each task: names the first wrong one."""
+    count = Counter(received)
+    twice = [f"{task} {count[task]} times" for task in received if count[task] > 1]
+    unknown = [f"{task}, which the schedule does not have" for task in received if task not in set(expected)]
+    missing = [f"no {task}" for task in expected if task not in count]
+    return ScheduleError(
+        f"A timeline has one event for each of the {len(expected)} tasks of its schedule; received {len(received)} "
+        f"events, with {[*twice, *unknown, *missing][0]}. Measure one whole step."
+    )
+
+
+def _check_row(row: Sequence[Event], begin: float, end: float) -> None:
+    """Raises a `ScheduleError` unless the events of a device are in order, apart, and inside the step."""
+    free, before = begin, "the beginning of the step"
+    for event in row:
+        if not (math.isfinite(event.ready) and event.ready <= event.start <= event.end):
+            problem = "expected ready <= start <= end"
+        elif event.start < free:
+            problem = f"expected it to start after {before}, {free}"
+        elif event.end > end:
+            problem = f"expected it to end before the end of the step, {end}"
+        else:
+            free, before = event.end, f"the end of {event.task}"
+            continue
+        raise ScheduleError(
+            f"The times of {event.task} contradict others: {problem}; received ready={event.ready}, "
+            f"start={event.start}, end={event.end}. Pass seconds of one clock, and the schedule that ran."
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # 0.0 is added to make -0.0 positive
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(1000 * seconds, 1) + 0.0:.1f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
