@@ -677,6 +677,37 @@ def test_all_operations_looks_into_functions():
     assert "Sin" not in [op.type for op in outer.graph.get_operations()]
 
 
+def test_a_timestamp_waits_for_its_control_inputs_only():
+    @tf.function(autograph=False)
+    def times():
+        first = compat.timestamp()
+        second = compat.timestamp()
+        with tf.control_dependencies([first]):
+            third = compat.timestamp()
+        return first, second, third
+
+    graph = times.get_concrete_function().graph
+    before = [[other.name for other in op.control_inputs] for op in graph.get_operations() if op.type == "Timestamp"]
+    assert before == [[], [], ["Timestamp"]]
+    first, _, third = times()
+    assert 0 < float(first) <= float(third)
+
+
+def test_a_free_variable_may_be_made_in_every_trace():
+    made = []
+
+    @tf.function(autograph=False)
+    def keep(x):
+        made.append(compat.free_variable(np.zeros([])))
+        made[-1].assign(tf.reduce_sum(x))
+
+    with tf_gpipe.GPipeStrategy(num_stages=1).scope():
+        keep(tf.ones([2], tf.float64))
+        keep(tf.ones([3], tf.float64))
+    assert [float(variable) for variable in made] == [2.0, 3.0]
+    assert not any(variable.trainable for variable in made)
+
+
 # --- only compat.py uses private names ---
 
 

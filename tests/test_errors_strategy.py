@@ -66,7 +66,7 @@ def test_counts(name, value):
             "evenly",
             '`partition` to be one of "flops" or K numbers of operations, or K - 1 operation names',
         ),
-        ("jit_compile", "yes", "`jit_compile` to be True or False"),
+        ("jit_compile", "yes", '`jit_compile` to be True, False or "auto"'),
         ("num_replicas", 2, "num_replicas=1, since replicas are not available yet"),
     ],
 )

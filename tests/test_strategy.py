@@ -727,7 +727,7 @@ def test_an_unbuilt_model_has_no_plan():
         ({"remat": None}, "`remat` to be one of"),
         ({"schedule": "2f2b"}, "`schedule` to be one of"),
         ({"partition": "parameters"}, "`partition` to be one of"),
-        ({"jit_compile": "auto"}, "`jit_compile` to be True or False. Received: 'auto'"),
+        ({"jit_compile": 1}, '`jit_compile` to be True, False or "auto". Received: 1'),
         ({"num_replicas": 0}, "num_replicas"),
         ({"devices": "/CPU:0"}, "`devices` to be a list of device names"),
     ],

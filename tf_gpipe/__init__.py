@@ -16,6 +16,7 @@ _HOME = {
     "Schedule": "schedule",
     "Task": "schedule",
     "Timeline": "timeline",
+    "TimelineCallback": "callbacks",
     "draw": "drawing",
     "set_logical_cpus": "devices",
 }

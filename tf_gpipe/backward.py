@@ -29,6 +29,7 @@ from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Backward, BackwardKind
+from tf_gpipe.values import components
 
 if TYPE_CHECKING:
     from tf_gpipe.pipeline import Call
@@ -160,8 +161,9 @@ class BackwardPass:
         wanted = call.wanted(signature)
         if not any(wanted) and not stage.trained(signature):
             return
-        with call.placed(task):
-            outputs = call.forwards[k].outputs
+        outputs = call.forwards[k].outputs
+        arrived = [*(d for ref in outputs for d in self.gradients.get((ref, m), [])), *components(self.d_losses[k])]
+        with call.placed(task, arrived=arrived):
             d_values = [self._sum((ref, m)) for ref in outputs]
             d_losses = [None if d is None else d * self.rows.weight(m, d.dtype) for d in self.d_losses[k]]
             given = [d for d in [*d_values, *d_losses] if d is not None]

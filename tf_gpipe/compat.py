@@ -20,6 +20,8 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
+| `experimental_acd_manager` | timestamps, and calls without variables, would wait for each other on all stages |
+| `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
@@ -560,6 +562,8 @@ class PlacedFunction:
         # Without it, calls that share a variable would wait for each other as if they wrote it.
         ops.set_int_list_attr(outputs[0].op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, self._reads)
         _hide_function(outputs[0].op)
+        if not any(t.dtype == tf.resource for t in outputs[0].op.inputs):
+            _wait_for_inputs_only(outputs[0].op)  # otherwise such calls of all stages would wait for each other
         for output, known in zip(outputs, self._remote.outputs, strict=True):
             output.set_shape(known.shape)
         return list(outputs)
@@ -645,6 +649,25 @@ def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras
 def raw_variable(variable: keras.Variable) -> tf.Variable:
     """The TensorFlow variable itself, whatever cast or stateless scope is open."""
     return variable._value
+
+
+def free_variable(value: np.ndarray[Any, Any]) -> tf.Variable:
+    """A variable that no strategy places, and that may be made while a `tf.function` is traced, however often."""
+    with tf.init_scope():
+        return ResourceVariable(value, trainable=False)
+
+
+def timestamp() -> tf.Tensor:
+    """`tf.timestamp` that waits for its control inputs only, and not for other operations that have effects."""
+    time = tf.timestamp()
+    _wait_for_inputs_only(time.op)
+    return time
+
+
+def _wait_for_inputs_only(op: tf.Operation) -> None:
+    manager = getattr(op.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(op)
 
 
 def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:

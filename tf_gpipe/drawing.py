@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 # From the palette of Okabe and Ito, told apart with any colour vision; in grey, dark, middle and light.
-_FILL = {"forward": "#0072b2", "recompute": "#b3ddf2", "backward": "#e69f00"}
-_INK = {"forward": "#ffffff", "recompute": "#222222", "backward": "#222222"}
+_FILL = {"forward": "#0072b2", "recompute": "#b3ddf2", "backward": "#e69f00", "weights": "#8a6d00"}
+_INK = {"forward": "#ffffff", "recompute": "#222222", "backward": "#222222", "weights": "#ffffff"}
 _FAINT = "#cccccc"
 
 _MARGIN = 14.0
@@ -136,6 +136,8 @@ def _grid(shown: Simulation | Timeline) -> _Grid:
             if again:
                 bars.append(_Bar(d, "recompute", task, start, start + again))
             bars.append(_Bar(d, task.kind, task, start + again, start + length))
+        if isinstance(shown, Timeline) and shown.weights:
+            bars.append(_Bar(d, "weights", row[-1], *(1e3 * (time - shown.begin) for time in shown.weights[d])))
     return _Grid(title, shown.schedule.row_word, shown.schedule.num_devices, bars, end, unit)
 
 
@@ -161,7 +163,7 @@ def _grid_picture(grid: _Grid, title: str) -> Picture:
         x, y, width = left + bar.start * pixels, top + bar.row * (_ROW + _GAP), (bar.end - bar.start) * pixels
         edge = "#ffffff" if width > 4 else ""  # a white edge would cover a narrow box
         shapes.append(Box(x, y, width, _ROW, _FILL[bar.kind], edge, bar.kind, _label(bar, grid.unit)))
-        if text_width(numbers[bar.task], size) < width:
+        if bar.kind != "weights" and text_width(numbers[bar.task], size) < width:
             place = x + width / 2, y + _ROW / 2 + _UP * size
             shapes.append(Text(*place, numbers[bar.task], size, "middle", _INK[bar.kind]))
     bottom = top + grid.num_rows * (_ROW + _GAP)
@@ -192,7 +194,8 @@ def _kinds(grid: _Grid) -> list[str]:
 
 def _label(bar: _Bar, unit: str) -> str:
     times = f"{bar.start:.6g} to {bar.end:.6g} {unit}"
-    return f"stage {bar.task.stage}, micro-batch {bar.task.micro_batch}: {bar.kind}, {times}"
+    which = "" if bar.kind == "weights" else f", micro-batch {bar.task.micro_batch}"
+    return f"stage {bar.task.stage}{which}: {bar.kind}, {times}"
 
 
 def _heading(title: str) -> list[Text]:

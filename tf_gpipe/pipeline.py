@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, state
+from tf_gpipe import compat, state, tracing
 from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
@@ -30,6 +30,7 @@ from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
 from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
+from tf_gpipe.trial import xla_pays
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
 
 
@@ -53,18 +54,39 @@ class Pipeline:
         plan: the stages.
         num_micro_batches: M.
         remat: which micro-batches recompute their activations in the backward pass.
-        jit_compile: whether XLA compiles the stages.
+        jit_compile: whether XLA compiles the stages; "auto" to try it in the first call whose shapes are known.
     """
 
-    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: str, jit_compile: bool) -> None:
+    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: str, jit_compile: bool | str) -> None:
         check_splittable(plan.graph, num_micro_batches)
         self.plan = plan
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
+        self.stages = self._make_stages()
+
+    def _make_stages(self) -> list[Stage]:
         # "never" has the operands of deferred gradients in memory anyway, for a part.
-        deferral = 1 if remat == "never" else num_micro_batches
-        self.stages = [Stage(stage, jit_compile=jit_compile, deferral=deferral) for stage in plan.stages if stage.steps]
+        deferral = 1 if self.remat == "never" else self.num_micro_batches
+        stages = [stage for stage in self.plan.stages if stage.steps]
+        return [Stage(stage, jit_compile=self.jit_compile is True, deferral=deferral) for stage in stages]
+
+    def try_xla(self, training: bool | None, kinds: Mapping[Ref, Any]) -> bool:
+        """Settles `jit_compile="auto"`, if the shapes of what is between the stages are known.
+
+        Returns whether the stages are to be compiled from now on.
+        """
+        if self.jit_compile != "auto" or not self.stages:
+            return False
+        most = max(self.stages, key=lambda stage: len(stage.plan.steps))
+        found = xla_pays(most.plan, training, kinds)
+        if found is None:
+            return False
+        self.jit_compile, reason = found
+        self.plan = dataclasses.replace(self.plan, note="\n".join(filter(None, [self.plan.note, reason])))
+        if self.jit_compile:
+            self.stages = self._make_stages()
+        return self.jit_compile
 
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""
@@ -103,8 +125,10 @@ class Call:
         self.signatures: list[Signature] = []
         self.forwards: list[Forward] = []
         self.last_task: dict[int, tf.Operation] = {}
+        self.specs: dict[Ref, tuple[Kind | None, Kind | None]] = {}
         self.kinds: dict[Ref, Kind | None] = {}
         self.needs_gradient: dict[Ref, bool] = {}
+        self.recorder: tracing.Recorder | None = None
 
     @property
     def float_outputs(self) -> list[Ref]:
@@ -127,9 +151,14 @@ class Call:
     def run(self) -> PipelineOutput:
         """The forward pass; tapes learn how to go back."""
         recording = compat.is_recording()
+        if recording and self.training is not False:
+            self.recorder = tracing.recorder_of(self.schedule, self.pipeline.remat, len(self.stages))
         with compat.stop_recording(), tf.device(_host_of(self.inputs)):
             self._split_inputs()
         self._trace()
+        if self.pipeline.try_xla(self.training, self.specs):
+            self.stages = self.pipeline.stages
+            self._trace()
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
             self.needs_gradient[ref] = bool(self.is_float(ref) and recording and compat.is_watched([tensor]))
         self._find_needs(recording)
@@ -162,6 +191,7 @@ class Call:
     def _trace(self) -> None:
         """Traces every stage's forward function, each for what the ones before it give."""
         specs: dict[Ref, Any] = {}
+        self.signatures, self.forwards = [], []
         for ref in self.graph.inputs:
             specs[ref] = tuple(self._input_kind(tensors[ref, 0]) for tensors in (self.values, self.masks))
         for stage in self.stages:
@@ -173,6 +203,7 @@ class Call:
             specs.update(zip(forward.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
             self.signatures.append(signature)
             self.forwards.append(forward)
+        self.specs = specs
         self.kinds = {ref: value for ref, (value, _) in specs.items()}
 
     def _input_kind(self, value: Value | None) -> Kind | None:
@@ -223,7 +254,8 @@ class Call:
             k, m = task.stage, task.micro_batch
             stage, forward, signature = self.stages[k], self.forwards[k], self.signatures[k]
             refs = signature.inputs
-            with self.placed(task):
+            arrived = components([source[ref, m] for source in (self.values, self.masks) for ref in refs])
+            with self.placed(task, arrived=arrived):
                 given = states.read(forward.given.variables)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
                 if m in kept:
@@ -241,14 +273,22 @@ class Call:
         return tuple(self.needs_gradient[ref] for ref in signature.inputs)
 
     @contextlib.contextmanager
-    def placed(self, task: Task, kind: str | None = None) -> Iterator[None]:
-        """The device, name and place in its stage's order of a task; `kind` if it is neither forward nor backward."""
+    def placed(self, task: Task, kind: str | None = None, arrived: Sequence[tf.Tensor] = ()) -> Iterator[None]:
+        """The device, name and place in its stage's order of a task.
+
+        `kind` if it is neither forward nor backward; `arrived` is what it waits for from outside its stage.
+        """
         stage = self.stages[task.stage]
         before = [self.last_task[task.stage]] if task.stage in self.last_task else []
         kind = kind or task.kind
         scope = f"stage_{stage.index}/micro_batch_{task.micro_batch}/{kind}"
         try:
-            with tf.name_scope(scope), tf.device(stage.device), tf.control_dependencies(before):
+            with (
+                tf.name_scope(scope),
+                tf.device(stage.device),
+                tf.control_dependencies(before),
+                tracing.started(self.recorder, (kind, task.stage, task.micro_batch), arrived),
+            ):
                 yield
         except Exception as error:
             where = f"in the {kind} pass of micro-batch {task.micro_batch} on stage {stage.index} ({stage.device})"
@@ -259,7 +299,7 @@ class Call:
         """The next task of the stage waits for this one."""
         made = components(results)
         if made and not tf.executing_eagerly():
-            self.last_task[task.stage] = made[0].op
+            self.last_task[task.stage] = tracing.ended(self.recorder, made, self.stages[task.stage].device)
 
     def _gather_outputs(self) -> list[Value]:
         outputs = []

@@ -7,7 +7,9 @@ and only what is left of its captures becomes an output of the forward function:
     forward:  inputs …            →  outputs …, residuals …
     backward: residuals …, d …    →  gradients …
 
-What depends on weights alone (a weight, its cast to 16 bits) is made again instead of kept.
+What depends on weights alone (a weight, its cast to 16 bits) is made again instead of kept. So is what a max pooling
+gave, if its input is kept: that is cheap, and oneDNN's gradient, 30 times as fast as the other, needs the pooling in
+the same graph.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Residuals:
         resources: placeholder names and the variables' handles that they stand for.
         remade_graph, remade: a graph of weights alone, and pairs (placeholder name, its tensor in that graph).
         remade_resources: as `resources`, for that graph.
+        pooled: for each max pooling that is made again, placeholder names of its output and of its input, and the
+            operation.
         traced: the function the backward graph was cut out of; when it is freed, the runtime forgets the functions
             inside, such as bodies of loops.
     """
@@ -47,6 +51,7 @@ class Residuals:
     remade_graph: Any
     remade: tuple[tuple[str, str], ...]
     remade_resources: tuple[tuple[str, tf.Tensor], ...]
+    pooled: tuple[tuple[str, str, tf.Operation], ...]
     traced: Any
 
     def run(self, kept: Tensors, d_outputs: Tensors) -> list[tf.Tensor]:
@@ -57,6 +62,7 @@ class Residuals:
             made = _import(self.remade_graph, handles, [source for _, source in self.remade])
             given |= {name: tensor for (name, _), tensor in zip(self.remade, made, strict=True)}
         given |= {name: _capture(handle) for name, handle in self.resources}
+        given |= {output: _pool_again(given[source], op) for output, source, op in self.pooled}
         return _import(self.gradient_graph, given, self.gradients)
 
 
@@ -73,7 +79,10 @@ def trace(gradient: Callable[..., Tensors], specs: Sequence[tf.TensorSpec]) -> R
     outputs = [output.name for output in concrete.outputs]
     needed = _ancestors(output.op for output in concrete.outputs)
     arguments = [placeholder.name for placeholder in concrete.inputs[: len(specs)]]
-    kept, kept_names, resources, remade = [], [], [], []
+    kept, kept_names, resources, remade, pooled = [], [], [], [], []
+    placeholders = {
+        id(outside): placeholder.name for outside, placeholder in graph.captures if placeholder.op in needed
+    }
     handles = {id(inside): outside for outside, inside in forward.captures}
     for outside, placeholder in graph.captures:
         if placeholder.op not in needed:
@@ -82,6 +91,8 @@ def trace(gradient: Callable[..., Tensors], specs: Sequence[tf.TensorSpec]) -> R
             resources.append((placeholder.name, handles.get(id(outside), outside)))
         elif _is_made_of_weights(outside, forward):
             remade.append((placeholder.name, outside))
+        elif _is_pooled(outside) and id(outside.op.inputs[0]) in placeholders:
+            pooled.append((placeholder.name, placeholders[id(outside.op.inputs[0])], outside.op))
         else:
             kept.append(outside)
             kept_names.append(placeholder.name)
@@ -96,6 +107,7 @@ def trace(gradient: Callable[..., Tensors], specs: Sequence[tf.TensorSpec]) -> R
         _cut_out(forward, {op.name for op in remade_ops}) if remade else None,
         tuple((name, tensor.name) for name, tensor in remade),
         tuple((inside.name, outside) for outside, inside in forward.captures if inside.op in remade_ops),
+        tuple(pooled),
         concrete,
     )
 
@@ -132,6 +144,16 @@ def _is_made_of_weights(tensor: tf.Tensor, graph: tf.Graph) -> bool:
             return False
         waiting += [source.op for source in op.inputs]
     return reads
+
+
+def _is_pooled(tensor: tf.Tensor) -> bool:
+    return hasattr(tensor, "op") and tensor.op.type == "MaxPool" and not tensor.op.control_inputs
+
+
+def _pool_again(tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+    sizes = {name: list(op.get_attr(name)) for name in ("ksize", "strides", "explicit_paddings")}
+    names = {name: op.get_attr(name).decode() for name in ("padding", "data_format")}
+    return tf.raw_ops.MaxPool(input=tensor, **sizes, **names)
 
 
 def _cut_out(graph: tf.Graph, names: set[str]) -> Any:

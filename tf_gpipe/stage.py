@@ -260,7 +260,7 @@ class Stage:
             bodies.append(self._run(signature, values, masks, given, variables))
             return bodies[-1].flat
 
-        return self._trace(signature, forward, _input_specs(signature, given)), bodies[-1]
+        return self._trace(signature, forward, input_specs(signature, given)), bodies[-1]
 
     def _run(self, signature: Signature, values: Any, masks: Any, given: Given, variables: Any) -> Body:
         count, training = len(given.states), signature.training
@@ -294,7 +294,7 @@ class Stage:
             gradients = tape.gradient(_targets(body, kind), sources, output_gradients=list(rest[: len(d_specs)]))
             return gives.add(gives.sort(gradients, kind.wanted), rest[len(d_specs) :])
 
-        function = self._trace(signature, backward, [*_input_specs(signature, forward.given), *d_specs, *gives.specs])
+        function = self._trace(signature, backward, [*input_specs(signature, forward.given), *d_specs, *gives.specs])
         return Backward(function, gives)
 
     def second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
@@ -332,7 +332,7 @@ class Stage:
             return [*d_given, *gives.add(gives.sort(found[len(given) :], kind.wanted), before)]
 
         function = self._trace(
-            signature, second, [*_input_specs(signature, forward.given), *d_specs, *dd_specs, *gives.specs]
+            signature, second, [*input_specs(signature, forward.given), *d_specs, *dd_specs, *gives.specs]
         )
         return Backward(function, gives)
 
@@ -365,7 +365,7 @@ class Stage:
             d_outputs, rest = flat[count : count + len(d_specs)], flat[count + len(d_specs) :]
             return gives.add(traced[-1].run(flat[:count], d_outputs), rest)
 
-        forward = self._trace(signature, forward_kept, _input_specs(signature, plain.given))
+        forward = self._trace(signature, forward_kept, input_specs(signature, plain.given))
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced[-1].kept]
         if self._jit_compile and any(spec.dtype == tf.variant for spec in specs):
             # XLA cannot return the lists of tensors that loops keep, so that this stage is recomputed all the same.
@@ -468,7 +468,8 @@ def flatten_inputs(
     return [*components(values), *components(masks), *variables]
 
 
-def _input_specs(signature: Signature, given: Given) -> list[tf.TensorSpec]:
+def input_specs(signature: Signature, given: Given) -> list[tf.TensorSpec]:
+    """Kinds of these."""
     return [
         *components((*signature.values, *signature.masks)),
         *(tf.TensorSpec(v.shape, v.dtype) for v in given.variables),

@@ -20,13 +20,14 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph
+from tf_gpipe import compat, model_graph, tracing
 from tf_gpipe.devices import stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES
+from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
 
 _placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
@@ -52,7 +53,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         remat: which micro-batches recompute their activations: "always"; "except_last" (the last keeps them, since its
             backward pass comes first); "never".
         schedule: "gpipe"; others are not available yet.
-        jit_compile: whether XLA compiles each stage on its own device.
+        jit_compile: whether XLA compiles each stage on its own device. "auto" tries both ways on zeros when a model is
+            first called, which takes as long as compiling one stage, and keeps what is faster; `plan` tells the reason.
 
     Raises:
         ValueError: an argument has a value that is not described above, or there are too few devices.
@@ -78,7 +80,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         partition: Partition = "flops",
         remat: str = "except_last",
         schedule: str = "gpipe",
-        jit_compile: bool = False,
+        jit_compile: bool | str = False,
     ) -> None:
         if keras.backend.backend() != "tensorflow":
             raise ArgumentError(
@@ -93,8 +95,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             raise ArgumentError(
                 f"Expected num_replicas=1, since replicas are not available yet. Received: {num_replicas!r}."
             )
-        if not isinstance(jit_compile, bool):
-            raise ArgumentError(f"Expected `jit_compile` to be True or False. Received: {jit_compile!r}.")
+        if not isinstance(jit_compile, bool) and jit_compile != "auto":
+            raise ArgumentError(f'Expected `jit_compile` to be True, False or "auto". Received: {jit_compile!r}.')
         if num_stages is None and devices is not None:
             num_stages = len(devices)
         self._devices = stage_devices(devices, num_stages)
@@ -129,7 +131,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         return (
             f"GPipeStrategy(num_stages={self.num_stages}, num_micro_batches={self.num_micro_batches}, "
             f"devices={self.devices}, partition={self._partition!r}, remat={self._remat!r}, "
-            f"jit_compile={self._jit_compile})"
+            f"jit_compile={self._jit_compile!r})"
         )
 
     def scope(self) -> _Scope:
@@ -209,12 +211,45 @@ class GPipeStrategy(tf.distribute.Strategy):
 
         Args and errors: as `plan`; the model must have been made under this strategy's scope.
         """
+        self._check_own(model)
+        return self._pipeline(model, inputs, training=True).plan
+
+    def trace(self, model: keras.Model, batch: tuple[Any, ...]) -> Timeline:
+        """Measures a training step: when each task was ready, began and ended.
+
+        Trains on the batch twice as `model.train_on_batch` does, first as a start-up, and then sets the model, its
+        optimizer and its metrics back to what they were; a copy of their variables is on the host meanwhile. Times are
+        taken inside the graph (`tracing.py`), which is traced anew for each `trace`.
+
+        Args:
+            model: a compiled model that was made under this strategy's scope.
+            batch: `(x, y)` or `(x, y, sample_weight)`, arrays of shape `(N, ...)`.
+
+        Returns:
+            The timeline of the second step, in seconds since 1970.
+
+        Raises:
+            ValueError: the model is another's, is not compiled or runs eagerly; stages stand on accelerators (use the
+                TensorFlow profiler); or the training step does not call one model once for one gradient.
+
+        Example:
+            >>> strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=4)
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+            >>> timeline = strategy.trace(model, (np.ones([32, 8]), np.ones([32, 1])))
+            >>> len(timeline.events), round(sum(timeline.shares), 6)
+            (16, 1.0)
+        """
+        self._check_own(model)
+        return tracing.measure(self, model, batch)
+
+    def _check_own(self, model: keras.Model) -> None:
         if isinstance(model, keras.Model) and compat.strategy_of(model) is not self:
             raise ModelError(
                 "Expected a model that was made under this strategy's scope, since only such a model runs in the "
                 f"pipeline. Received: '{model.name}', which was not. Make and compile it inside `strategy.scope()`."
             )
-        return self._pipeline(model, inputs, training=True).plan
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
         """The pipeline of a model for a training flag; made, and the model placed, the first time."""
@@ -350,6 +385,7 @@ class _Extended(compat.OneDeviceExtended):
             during_run.enter_context(_ReplicaContext(strategy, replica_id_in_sync_group=0))
             # Where data end inside the step, nothing of it may have run: no counter raised, no seed drawn.
             during_run.enter_context(tf.control_dependencies(_first_tensor((args, kwargs))))
+            during_run.enter_context(tracing.recorded(strategy))
             return fn(*args, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:

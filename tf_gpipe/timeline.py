@@ -7,7 +7,7 @@ measured on one machine can be read on another.
 
 Where the time of a device goes, in this order; the six shares add up to 1:
 
-    compute      forward tasks, and backward tasks without recomputation
+    compute      forward tasks, backward tasks without recomputation, and deferred gradients of weights
     recompute    the beginning of a backward task that makes its activations again
     bubble       idle in a simulation of the schedule with equal stages, of the mean measured lengths
     imbalance    what a simulation with each stage's own mean lengths is idle beyond that
@@ -15,8 +15,9 @@ Where the time of a device goes, in this order; the six shares add up to 1:
     other        the rest: loss, optimizer, waiting for other stages' transfers, overheads
 
 A wait for a transfer in time that the device would be idle anyway costs nothing and counts as bubble or imbalance.
-`imbalance` is below 0 for a stage that idles less than with equal stages, and `other` where lengths that vary from one
-micro-batch to the next have made the step shorter than mean lengths would.
+Gradients of weights that a stage makes at once for all micro-batches come after its last backward task, in the
+simulations as in the step. `imbalance` is below 0 for a stage that idles less than with equal stages, and `other` where
+lengths that vary from one micro-batch to the next have made the step shorter than mean lengths would.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Timeline:
         begin: when the step began, in seconds on the clock of the events.
         end: when it ended, with loss and optimizer.
         remat: which micro-batches recomputed their activations: `"always"`, `"except_last"` or `"never"`.
+        weights: for each device, begin and end of the gradients of weights that were deferred to after its last task,
+            in seconds; empty where no device had any.
 
     Raises:
         ScheduleError: the schedule cannot run; an event is missing, unknown or there twice; or times contradict each
@@ -111,6 +114,7 @@ class Timeline:
     begin: float
     end: float
     remat: Remat
+    weights: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         self.schedule.validate()
@@ -130,6 +134,9 @@ class Timeline:
             )
         for row in self.schedule.tasks:
             _check_row([of[task] for task in row], self.begin, self.end)
+        spans = tuple((float(start), float(end)) for start, end in self.weights)
+        object.__setattr__(self, "weights", spans if any(start < end for start, end in spans) else ())
+        self._check_weights()
 
     @classmethod
     def from_simulation(cls, simulation: Simulation, tick: float) -> Timeline:
@@ -192,7 +199,7 @@ class Timeline:
         """
         if not recomputes(task, self.remat, self.schedule.num_micro_batches):
             return 0.0
-        return min(self._length(task), self._length(task._replace(kind="forward")))
+        return min(self._length(task), self._length(Task("forward", task.stage, task.micro_batch)))
 
     @functools.cached_property
     def shares(self) -> Shares:
@@ -205,9 +212,10 @@ class Timeline:
         shares = []
         for d, row in enumerate(self.schedule.tasks):
             recompute = sum(map(self.recompute, row))
-            busy = sum(map(self._length, row))
-            bubble = _idle_ticks(self._equal_stages, d) * _NS
-            imbalance = _idle_ticks(self._own_stages, d) * _NS - bubble
+            deferred = self._deferred_ticks
+            busy = sum(map(self._length, row)) + deferred[d] * _NS
+            bubble = _idle_ticks(self._equal_stages, d, [_mean_ticks(deferred)] * len(deferred)) * _NS
+            imbalance = _idle_ticks(self._own_stages, d, deferred) * _NS - bubble
             rest = self.duration - busy - bubble - imbalance
             transfer = max(0.0, min(self._transfer_wait(row), rest))
             seconds = (busy - recompute, recompute, transfer, bubble, imbalance, rest - transfer)
@@ -228,8 +236,9 @@ class Timeline:
 
         Returns:
             A dictionary for `json.dump`: one row a device, in it a slice for each task (`F0`, `B0`), with the
-            recomputation (`R0`) inside the backward slice, and one row for the whole step. Times are in µs from the
-            beginning of the step; `otherData` holds what `load` needs beside them.
+            recomputation (`R0`) inside the backward slice, one for deferred gradients of weights (`W`), and one row for
+            the whole step. Times are in µs from the beginning of the step; `otherData` holds what `load` needs beside
+            them.
         """
         names = [f"{self.schedule.row_word} {d}" for d in range(self.schedule.num_devices)]
         trace: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "tf_gpipe"}}]
@@ -245,7 +254,9 @@ class Timeline:
                 trace.append(self._slice(f"{LETTERS[kind]}{m}", kind, d, start, end, args))
                 if again := self.recompute(task):
                     trace.append(self._slice(f"R{m}", "recompute", d, start, start + again, {"stage": stage}))
+        trace += [self._slice("W", "weights", d, start, end, {}) for d, (start, end) in enumerate(self.weights)]
         other = {"schedule": self.schedule.to_text(), "remat": self.remat, "begin": self.begin, "end": self.end}
+        other["weights"] = self.weights
         return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": other}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -283,16 +294,17 @@ class Timeline:
             found = [event["args"] for event in trace["traceEvents"] if "task" in event.get("args", {})]
             events = tuple(Event(Task.parse(e["task"]), e["ready"], e["start"], e["end"]) for e in found)
             schedule, step = Schedule.from_text(other["schedule"]), (other["begin"], other["end"], other["remat"])
+            weights = tuple((start, end) for start, end in other.get("weights", ()))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(
                 f"Expected a trace that Timeline.save has written; received {os.fspath(path)!r}, which is another "
                 f"({error!r}). Save the timeline again."
             ) from error
-        return cls(schedule, events, *step)
+        return cls(schedule, events, *step, weights)
 
     def __str__(self) -> str:
         schedule, measured, simulated = self.schedule, self.tasks_duration, self.simulated_duration
-        head = [schedule.row_word, *Shares._fields]
+        head = [schedule.row_word, *Shares.__annotations__]
         by_device = [(str(d), shares) for d, shares in enumerate(self.device_shares)]
         rows = [[label, *map(_percent, shares)] for label, shares in [*by_device, ("all", self.shares)]]
         return "\n".join(
@@ -319,6 +331,22 @@ class Timeline:
     @functools.cached_property
     def _first_start(self) -> float:
         return min(event.start for event in self.events)
+
+    def _check_weights(self) -> None:
+        """Raises a `ScheduleError` unless deferred gradients come after the last task of their device."""
+        rows = self.schedule.tasks
+        lasts = [self.event(row[-1]).end for row in rows]
+        in_order = all(last <= a <= b <= self.end for last, (a, b) in zip(lasts, self.weights, strict=False))
+        if self.weights and not (len(self.weights) == len(rows) and in_order):
+            raise ScheduleError(
+                f"Deferred gradients of weights come after the last task of each of the {len(rows)} devices; received "
+                f"weights={self.weights} with last tasks that end at {lasts}. Pass seconds of one clock."
+            )
+
+    @functools.cached_property
+    def _deferred_ticks(self) -> list[int]:
+        """For each device, how long it makes deferred gradients; a tick is a nanosecond."""
+        return [round((end - start) / _NS) for start, end in self.weights] or [0] * self.schedule.num_devices
 
     def _length(self, task: Task) -> float:
         return self.event(task).end - self.event(task).start
@@ -380,8 +408,15 @@ def _ticks(seconds: float) -> int:
     return max(1, round(seconds / _NS))
 
 
-def _idle_ticks(simulation: Simulation, device: int) -> int:
-    return simulation.num_ticks - sum(map(simulation.ticks, simulation.schedule.tasks[device]))
+def _mean_ticks(ticks: Sequence[int]) -> int:
+    return round(fmean(ticks))
+
+
+def _idle_ticks(simulation: Simulation, device: int, deferred: Sequence[int]) -> int:
+    """How long a device is idle in a simulation whose devices go on after their last tasks, for `deferred` ticks."""
+    rows, starts = simulation.schedule.tasks, simulation.start()
+    ends = [starts[row[-1]] + simulation.ticks(row[-1]) + more for row, more in zip(rows, deferred, strict=True)]
+    return max(ends) - sum(map(simulation.ticks, rows[device])) - deferred[device]
 
 
 def _wrong_tasks(expected: Sequence[Task], received: Sequence[Task]) -> ScheduleError:

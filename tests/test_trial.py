@@ -1,0 +1,82 @@
+"""`jit_compile="auto"`: XLA is tried, and chosen where it is faster."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import scope_of
+
+import tf_gpipe
+from tf_gpipe import trial
+
+
+class Digits(keras.layers.Layer):
+    """XLA knows no strings."""
+
+    def call(self, x):
+        digits = tf.strings.length(tf.strings.as_string(tf.round(tf.stop_gradient(x))))
+        return x + tf.cast(digits, x.dtype)
+
+
+def train(strategy, *, rows=16, batch_size=16, layer=None):
+    keras.utils.set_random_seed(2)
+    with scope_of(strategy):
+        inputs = keras.Input([6])
+        x = keras.layers.Dense(8, activation="gelu")(inputs)
+        x = layer(x) if layer else x
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LayerNormalization()(x)))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    generator = np.random.default_rng(1)
+    x, y = generator.normal(size=[rows, 6]), generator.normal(size=[rows, 1])
+    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def pipeline_of(model, strategy):
+    (pipeline,) = vars(model)["_gpipe_pipelines"][strategy].values()
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("plain", "compiled", "chosen"), [(2e-3, 1e-3, True), (1e-3, 2e-3, False), (1e-3, 0.95e-3, False)]
+)
+def test_what_is_faster_is_chosen_and_the_plan_says_why(monkeypatch, plain, compiled, chosen):
+    times = [plain, compiled]
+    monkeypatch.setattr(trial, "_seconds", lambda *_: times.pop(0))
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    model, wanted = train(strategy), train(None)
+    assert not times
+    assert pipeline_of(model, strategy).jit_compile is chosen
+    assert all(stage._jit_compile is chosen for stage in pipeline_of(model, strategy).stages)
+    last = str(strategy.plan(model)).splitlines()[-1]
+    assert last.startswith("stages are compiled" if chosen else "stages are not compiled")
+    assert f"{1e3 * compiled:.2f} ms with XLA and {1e3 * plain:.2f} without" in last
+    for a, b in zip(model.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_both_are_timed_and_the_choice_is_made_once(monkeypatch):
+    timed = []
+    seconds = trial._seconds
+    monkeypatch.setattr(trial, "_seconds", lambda *args: timed.append(seconds(*args)) or timed[-1])
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    model = train(strategy)
+    assert len(timed) == 2
+    assert all(0 < s < 60 for s in timed)
+    assert pipeline_of(model, strategy).jit_compile in (True, False)
+
+
+def test_a_stage_that_xla_cannot_compile_is_left_as_it_is():
+    strategy = tf_gpipe.GPipeStrategy(2, 2, jit_compile="auto", partition=[3, 1])
+    model, wanted = train(strategy, layer=Digits()), train(tf_gpipe.GPipeStrategy(1, 2), layer=Digits())
+    assert pipeline_of(model, strategy).jit_compile is False
+    assert "XLA cannot compile stage 0 (" in str(strategy.plan(model))
+    for a, b in zip(model.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_shapes_are_not_tried(monkeypatch):
+    monkeypatch.setattr(trial, "_seconds", lambda *_: pytest.fail("nothing is to be timed"))
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    model = train(strategy, rows=15, batch_size=15)  # micro-batches of different sizes
+    assert pipeline_of(model, strategy).jit_compile == "auto"

@@ -1,0 +1,299 @@
+"""Measures steps: times taken inside the graph of a training step, and the timelines made of them.
+
+While a strategy is traced, the graph of a training step takes the time three times for each task, on its stage's
+device:
+
+    arrived ──▶ ready ──┐
+                        ├──▶ start ──▶ the task's operations ──▶ end ──▶ next task of the stage
+    previous end ───────┘
+
+`ready` waits for what the task gets from other stages, `start` for that and for the previous task of the stage, and
+`end` for everything that the task gives. They are `tf.timestamp` under control dependencies, so that the task's own
+operations and their order stay as they are. A step begins when its mini-batch is there and ends after every operation
+that assigns something. All times go into one variable on the host, which keeps those of the latest step.
+
+On an accelerator an operation is done for TensorFlow when it is in the device's queue, and such times would mean
+nothing; the TensorFlow profiler measures there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import compat
+from tf_gpipe.errors import ArgumentError, DeviceError, ModelError
+from tf_gpipe.schedule import Schedule
+from tf_gpipe.tasks import Remat, Task
+from tf_gpipe.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from tf_gpipe.strategy import GPipeStrategy
+
+Key = tuple[str, int, int]
+"""What is measured: kind ("forward", "backward" or "weights"), stage, micro-batch."""
+
+_NO_TIMES = {"ReadVariableOp", "RemoteCall", "Timestamp", "VarHandleOp"}
+"""Stateful operations that a step's end need not wait for: they assign nothing, or something else waits for them."""
+
+
+class Tracer:
+    """While it is kept by a strategy, training steps that are traced take the time."""
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+    def timeline(self) -> Timeline:
+        """The latest step.
+
+        Raises:
+            ModelError: the training step does something that a timeline cannot show, or no step was traced.
+        """
+        if not self.recorders:
+            raise ModelError(
+                "Expected a training step that calls a model made under the strategy's scope on a `tf.GradientTape`. "
+                "Received: one that calls none. Make the models that `train_step` calls inside `strategy.scope()`."
+            )
+        self.check()
+        return max(self.recorders, key=lambda recorder: recorder.latest()[0]).timeline()
+
+    def check(self) -> None:
+        """Raises a `ModelError` if what was traced so far cannot be shown as a timeline."""
+        for problem in (recorder.problem for recorder in self.recorders if recorder.problem):
+            raise ModelError(
+                f"Expected a training step that calls one model once and takes its gradient once. Received: {problem}. "
+                "Measure it with the TensorFlow profiler (`tf.profiler.experimental`) instead, whose events carry the "
+                "names of tasks, stage_0/micro_batch_0/forward."
+            )
+
+
+class Recorder:
+    """The times of one traced training step.
+
+    Attributes:
+        problem: why they are no timeline; empty if they are.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._begin = compat.timestamp()
+        self._graph = self._begin.graph
+        self._times: dict[Key, list[tf.Tensor]] = {}
+        self._open: Key | None = None
+        self._variable: tf.Variable | None = None
+        self._schedule: Schedule | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the step called a model."""
+        return self._schedule is not None
+
+    def begin_call(self, schedule: Schedule, remat: Remat, num_stages: int) -> None:
+        """A model is called on a tape."""
+        if self._schedule is not None:
+            self._refuse("several calls")
+        elif not num_stages:
+            self._refuse("a model without operations")
+        self._schedule, self._remat = schedule, remat
+
+    def start(self, key: Key, arrived: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Takes the time when `arrived` is there, and when the operations that are open as control inputs are done."""
+        if key in self._times or key[0] == "second":
+            self._refuse("gradients of gradients, or several gradients of one call")
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            self._refuse("a call inside a loop, a condition or a function of its own")
+        with tf.control_dependencies(None), tf.control_dependencies([*arrived, *self._inside([self._begin])]):
+            ready = compat.timestamp()
+        with tf.control_dependencies([ready]):
+            start = compat.timestamp()
+        self._times[key], self._open = [ready, start], key
+        return start
+
+    def end(self, made: Sequence[tf.Tensor], device: str) -> tf.Operation:
+        """Takes the time when everything that was made is there."""
+        if self._open is None:
+            return made[0].op
+        with tf.device(device), tf.control_dependencies(None), tf.control_dependencies(made):
+            end = compat.timestamp()
+        self._times[self._open].append(end)
+        self._open = None
+        return end.op
+
+    def finish(self) -> None:
+        """Takes the time when the step is over, and keeps all times."""
+        if not any(kind == "backward" for kind, _, _ in self._times):
+            self._refuse("no gradient")
+        if self.problem:
+            return
+        self._times = {key: times for key, times in self._times.items() if len(times) == 3}
+        operations = [op for op in self._graph.get_operations() if op.op_def.is_stateful and op.type not in _NO_TIMES]
+        with tf.device("/CPU:0"):
+            with tf.control_dependencies([*operations, *(times[-1] for times in self._times.values())]):
+                end = compat.timestamp()
+            every = [self._begin, *(time for times in self._times.values() for time in times), end]
+            self._variable = compat.free_variable(np.zeros(len(every)))
+            self._variable.assign(tf.stack(every))
+        compat.keep_alive(self._variable)
+
+    def latest(self) -> list[float]:
+        """Times of the latest step, in seconds since 1970: its begin, those of the tasks, its end; 0 before any."""
+        return [float(time) for time in self._variable.numpy()] if self._variable is not None else [0.0]
+
+    def timeline(self) -> Timeline:
+        """The latest step as a timeline.
+
+        A task that the step does not have, since no gradient goes through its stage, takes no time: it is at the end of
+        the tasks that it would have waited for.
+        """
+        begin, *times, end = self.latest()
+        schedule = self._schedule or Schedule.gpipe(1, 1)
+        found = {key: times[3 * i : 3 * i + 3] for i, key in enumerate(self._times)}
+        events: dict[Task, Event] = {}
+        free = [begin] * schedule.num_stages
+        for task in schedule.order():
+            needs = [events[need].end for need in task.needs(schedule.num_stages)]
+            key = task.kind, task.stage, task.micro_batch
+            event = Event(task, *found.get(key, [max(free[task.stage], *needs, begin)] * 3))
+            events[task], free[task.stage] = event, event.end
+        weights = [found.get(("weights", k, 0), [at] * 3) for k, at in enumerate(free)]
+        spans = tuple((start, until) for _, start, until in weights)
+        return Timeline(schedule, tuple(events.values()), begin, end, self._remat, spans)
+
+    def _inside(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Those of the graph that is being made: others cannot be waited for."""
+        return [t for t in tensors if t.graph is tf.compat.v1.get_default_graph()]
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+# --- what the pipeline and the strategy call ---
+
+_tracers: weakref.WeakKeyDictionary[Any, Tracer] = weakref.WeakKeyDictionary()
+_recording = threading.local()
+
+
+@contextlib.contextmanager
+def recorded(strategy: GPipeStrategy) -> Iterator[None]:
+    """Around what `strategy.run` runs: takes the times of a training step while the strategy has a tracer."""
+    tracer = _tracers.get(strategy)
+    if tracer is None or tf.executing_eagerly():
+        yield
+        return
+    before = getattr(_recording, "recorder", None)
+    recorder = _recording.recorder = Recorder()
+    try:
+        yield
+    finally:
+        _recording.recorder = before
+    if recorder.is_used:
+        recorder.finish()
+        tracer.recorders.append(recorder)
+
+
+def recorder_of(schedule: Schedule, remat: str, num_stages: int) -> Recorder | None:
+    """The recorder of a call that begins now, if its step is measured."""
+    recorder: Recorder | None = getattr(_recording, "recorder", None)
+    if recorder is None or tf.executing_eagerly():
+        return None
+    recorder.begin_call(schedule, remat, num_stages)  # type: ignore[arg-type]
+    return recorder
+
+
+@contextlib.contextmanager
+def started(recorder: Recorder | None, key: Key, arrived: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Around the operations of a task: they wait until it has started."""
+    if recorder is None:
+        yield
+        return
+    with tf.control_dependencies([recorder.start(key, arrived)]):
+        yield
+
+
+def ended(recorder: Recorder | None, made: Sequence[tf.Tensor], device: str) -> tf.Operation:
+    """What the next task of the stage waits for."""
+    return made[0].op if recorder is None else recorder.end(made, device)
+
+
+# --- measuring ---
+
+
+def check_traceable(strategy: GPipeStrategy, model: keras.Model) -> None:
+    """Raises an error if steps of a model cannot be measured."""
+    others = [d for d in strategy.devices if tf.DeviceSpec.from_string(d).device_type != "CPU"]
+    if others:
+        raise DeviceError(
+            f"Expected stages on CPU devices, where an operation is over when TensorFlow says so. Received: {others}. "
+            "Use the TensorFlow profiler, `keras.callbacks.TensorBoard(profile_batch=(10, 12))`; its events carry the "
+            "names of tasks, stage_0/micro_batch_0/forward."
+        )
+    if not model.compiled:
+        raise ModelError(
+            f"Expected a compiled model, since whole training steps are measured. Received: '{model.name}', which is "
+            "not compiled. Call `model.compile` inside `strategy.scope()` first."
+        )
+    if model.run_eagerly or tf.config.functions_run_eagerly():
+        raise ModelError(
+            f"Expected a model that trains in a graph, where stages run at the same time. Received: '{model.name}', "
+            "which runs eagerly. Compile it without `run_eagerly`, and leave `tf.config.run_functions_eagerly` off."
+        )
+
+
+def start_tracing(strategy: GPipeStrategy) -> Tracer:
+    """From now on, training steps that are traced under a strategy are measured."""
+    _tracers[strategy] = tracer = Tracer()
+    return tracer
+
+
+def stop_tracing(strategy: GPipeStrategy, tracer: Tracer | None) -> None:
+    """Ends what `start_tracing` began, unless another has begun since."""
+    if _tracers.get(strategy) is tracer:
+        _tracers.pop(strategy, None)
+
+
+def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline:
+    """See `GPipeStrategy.trace`."""
+    check_traceable(strategy, model)
+    if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
+        raise ArgumentError(
+            "Expected `batch` as a tuple `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them. "
+            f"Received: {type(batch).__name__}{f' of length {len(batch)}' if isinstance(batch, tuple) else ''}. "
+            "Pass `(x, y)`."
+        )
+    kept: list[tuple[tf.Variable, Any]] = []
+    make_train_function = model.make_train_function
+
+    def make_and_keep(force: bool = False) -> None:
+        """Keras has built everything by now, and trains next."""
+        make_train_function(force)
+        if not kept:
+            kept.extend((variable, np.array(variable.numpy())) for variable in _variables_of(model))
+
+    function, model.train_function = model.train_function, None
+    tracer = start_tracing(strategy)
+    try:
+        with compat.replaced(model, "make_train_function", make_and_keep):
+            for _ in ("start-up", "measured"):
+                model.train_on_batch(*batch)
+                tracer.check()
+        return tracer.timeline()
+    finally:
+        stop_tracing(strategy, tracer)
+        model.train_function = function
+        with strategy.scope():
+            for variable, value in kept:
+                variable.assign(value)
+
+
+def _variables_of(model: keras.Model) -> list[tf.Variable]:
+    """What a training step may change: weights and state of the model, its optimizer and its metrics."""
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    every = [*model.variables, *(model.optimizer.variables if model.optimizer else ()), *metrics]
+    return list({id(v): v for v in map(compat.raw_variable, every)}.values())
