@@ -575,3 +575,26 @@ def test_a_strategy_is_never_part_of_a_config(pipelined):
     text = json.dumps([pipelined.get_config(), pipelined.get_compile_config(), pipelined.to_json()])
     assert "gpipe" not in text.lower()
     assert text == json.dumps([pipelined.get_config(), pipelined.get_compile_config(), pipelined.to_json()])
+
+
+def test_a_function_that_calls_the_pipeline_can_be_saved_and_loaded(tmp_path):
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3), keras.layers.Dense(2)])
+    strategy.place(model)
+
+    class Served(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = [weight.value for weight in model.weights]
+
+        @tf.function(input_signature=[tf.TensorSpec([4, 4])])
+        def serve(self, x):
+            return strategy.run(lambda x: model(x, training=False), (x,))
+
+    served, x = Served(), tf.reshape(tf.range(16.0), [4, 4])
+    wanted = served.serve(x)
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(served, str(tmp_path), options=options)
+    loaded = tf.saved_model.load(str(tmp_path))
+    np.testing.assert_array_equal(loaded.serve(x), wanted)

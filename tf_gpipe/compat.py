@@ -31,6 +31,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -574,11 +575,24 @@ def _hide_function(call: tf.Operation) -> None:
 
     `EncapsulateSubgraphsPass` looks for operations that use reference variables (of TensorFlow 1), to note that on
     those that XLA compiles. For each call it makes the called function's graph anew, twice, only to find none. Where an
-    operation's attributes name something that is known to give a reference, it does not look any further, neither there
-    nor at what comes after. The note has no effect: calls are not compiled, only what is inside them.
+    operation's attributes name a function that has one, it does not look any further, neither there nor at what comes
+    after. The note has no effect: calls are not compiled, only what is inside them.
     """
-    attribute = attr_value_pb2.AttrValue(func=attr_value_pb2.NameAttrList(name="VariableV2"))
+    function = _with_reference()
+    function.add_to_graph(call.graph)
+    attribute = attr_value_pb2.AttrValue(func=attr_value_pb2.NameAttrList(name=function.name))
     call._set_attr("_gpipe_not_searched", attribute)
+
+
+@functools.cache
+def _with_reference() -> Any:
+    """A function with a reference variable in it, never called."""
+
+    def unused() -> None:
+        tf.raw_ops.VariableV2(shape=[], dtype=tf.float32)
+
+    with tf.init_scope():
+        return tf.function(unused, autograph=False).get_concrete_function()
 
 
 # --- variables -------------------------------------------------------------------------------------------------------
