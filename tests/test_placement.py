@@ -30,8 +30,12 @@ class Sent(NamedTuple):
 class Executed:
     """The partitioned graphs of everything that ran in the block."""
 
+    def __init__(self) -> None:
+        self.traced: list[tf.Graph] = []
+
     def __enter__(self) -> "Executed":
         context.enable_run_metadata()
+        context.export_run_metadata()  # forgets what ran before
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,9 +44,15 @@ class Executed:
         self.graphs = [graph for part in metadata.function_graphs for graph in part.partition_graphs]
 
     def trace_loss(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Mean squared error, which remembers the graph of the training step."""
-        self.step = tf.compat.v1.get_default_graph()
+        """Mean squared error, which remembers the graphs it is traced in: that of the training step among them."""
+        self.traced.append(tf.compat.v1.get_default_graph())
         return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+
+    @property
+    def step(self) -> tf.Graph:
+        """The graph of the training step that ran: of those traced, the latest that knows most of what was sent."""
+        names = {sent.name for sent in self.sent}
+        return max(self.traced[::-1], key=lambda graph: len(names & {op.name for op in graph.get_operations()}))
 
     def elements(self, sent: Sent) -> int | None:
         """Number of elements of what was sent; 0 for a control edge, None for an unknown batch."""

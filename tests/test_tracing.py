@@ -431,12 +431,7 @@ def test_bytes_between_stages_are_those_of_the_plan():
         if ref in received - whole_numbers
     )
     sent = collections.Counter()
-    known = {op.name for op in executed.step.get_operations()}
-    # Outside the stages, variables are read by metrics and the optimizer's counters only.
-    assert all(v.shape == () for v in [*model.metrics_variables, model.optimizer.iterations])
     for s in executed.sent:
-        if s.name not in known and s.name.endswith("/ReadVariableOp"):
-            continue  # of a function around the step
         kind = next((kind for kind in ("forward", "backward") if f"/{kind}/RemoteCall" in s.name), None)
         if kind is None:
             assert s.name.startswith("IteratorGetNext") or executed.elements(s) in (0, 1), s

@@ -83,23 +83,21 @@ class _Totals:
             self.parts[k].setdefault(i, []).append(gradient)
         return found
 
-    def _unpack(self, k: int) -> None:
-        """Divides a stage's buffers into the gradients of its weights."""
-        weights, summed = self.trained[k], self.summed[k]
-        with tf.device(self.call.stages[k].device):
-            for at, group in enumerate(self.buffers[k].groups):
-                if summed.intersection(group):
-                    for i, part in self.buffers[k].unpack(at, weights, self.sums[k][at]).items():
-                        if i in summed:
-                            self.parts[k].setdefault(i, []).append(part)
-        summed.clear()
+    def unpack(self) -> None:
+        """Divides the buffers into the gradients of weights, when all tasks have been taken."""
+        for k, (stage, weights, summed) in enumerate(zip(self.call.stages, self.trained, self.summed, strict=True)):
+            with tf.device(stage.device):
+                for at, group in enumerate(self.buffers[k].groups):
+                    if summed.intersection(group):
+                        for i, part in self.buffers[k].unpack(at, weights, self.sums[k][at]).items():
+                            if i in summed:
+                                self.parts[k].setdefault(i, []).append(part)
 
     def of(self, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices | None:
         """Gradient of a weight, summed over micro-batches and over the stages that use it."""
         with tf.device(compat.raw_variable(variable).device):
             parts: list[Any] = []
             for k, weights in enumerate(self.trained):
-                self._unpack(k)
                 for i in (i for i, v in enumerate(weights) if v is variable):
                     found = self.parts[k].get(i, [])
                     parts += [
@@ -209,6 +207,7 @@ class BackwardPass:
 
     def gradients_of(self, inputs: Sequence[Ref], weights: Sequence[keras.Variable]) -> list[Any]:
         """Gradients of inputs of the model and of weights, for the whole mini-batch; None where unconnected."""
+        self.totals.unpack()
         return [*(self._gather_input(ref) for ref in inputs), *(self.totals.of(v) for v in weights)]
 
     def _gather_input(self, ref: Ref) -> tf.Tensor | None:

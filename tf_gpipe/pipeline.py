@@ -30,6 +30,7 @@ from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
 from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
+from tf_gpipe.tasks import Remat, recomputes
 from tf_gpipe.trial import xla_pays
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
 
@@ -57,19 +58,19 @@ class Pipeline:
         jit_compile: whether XLA compiles the stages; "auto" to try it in the first call whose shapes are known.
     """
 
-    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: str, jit_compile: bool | str) -> None:
+    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: Remat, jit_compile: bool | str) -> None:
         check_splittable(plan.graph, num_micro_batches)
         self.plan = plan
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
-        self.stages = self._make_stages()
+        self.stages = self._make_stages(compiled=jit_compile is True)
 
-    def _make_stages(self) -> list[Stage]:
+    def _make_stages(self, *, compiled: bool) -> list[Stage]:
         # "never" has the operands of deferred gradients in memory anyway, for a part.
         deferral = 1 if self.remat == "never" else self.num_micro_batches
         stages = [stage for stage in self.plan.stages if stage.steps]
-        return [Stage(stage, jit_compile=self.jit_compile is True, deferral=deferral) for stage in stages]
+        return [Stage(stage, jit_compile=compiled, deferral=deferral) for stage in stages]
 
     def try_xla(self, training: bool | None, kinds: Mapping[Ref, Any]) -> bool:
         """Settles `jit_compile="auto"`, if the shapes of what is between the stages are known.
@@ -78,14 +79,16 @@ class Pipeline:
         """
         if self.jit_compile != "auto" or not self.stages:
             return False
-        most = max(self.stages, key=lambda stage: len(stage.plan.steps))
-        found = xla_pays(most.plan, training, kinds)
+        compiled = self._make_stages(compiled=True)
+        pairs = zip(self.stages, compiled, strict=True)
+        most = max(pairs, key=lambda pair: len(pair[0].plan.steps))
+        found = xla_pays(*most, training, kinds)
         if found is None:
             return False
         self.jit_compile, reason = found
         self.plan = dataclasses.replace(self.plan, note="\n".join(filter(None, [self.plan.note, reason])))
         if self.jit_compile:
-            self.stages = self._make_stages()
+            self.stages = compiled
         return self.jit_compile
 
     def renewed(self) -> Pipeline:
@@ -126,7 +129,6 @@ class Call:
         self.forwards: list[Forward] = []
         self.last_task: dict[int, tf.Operation] = {}
         self.specs: dict[Ref, tuple[Kind | None, Kind | None]] = {}
-        self.kinds: dict[Ref, Kind | None] = {}
         self.needs_gradient: dict[Ref, bool] = {}
         self.recorder: tracing.Recorder | None = None
 
@@ -144,7 +146,8 @@ class Call:
 
     def is_float(self, ref: Ref) -> bool:
         """Whether gradients flow through a boundary tensor; False where there is none."""
-        return has_gradient(self.kinds.get(ref))
+        kind, _ = self.specs.get(ref, (None, None))
+        return has_gradient(kind)
 
     # --- [1] to [3]: forward ---
 
@@ -179,7 +182,7 @@ class Call:
     def _kept_micro_batches(self) -> set[int]:
         """Micro-batches whose activations are kept for the backward pass."""
         count = len(self.rows)
-        return {"always": set(), "except_last": {count - 1}, "never": set(range(count))}[self.pipeline.remat]
+        return {m for m in range(count) if not recomputes(Task("backward", 0, m), self.pipeline.remat, count)}
 
     def _split_inputs(self) -> None:
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
@@ -204,7 +207,6 @@ class Call:
             self.signatures.append(signature)
             self.forwards.append(forward)
         self.specs = specs
-        self.kinds = {ref: value for ref, (value, _) in specs.items()}
 
     def _input_kind(self, value: Value | None) -> Kind | None:
         return None if value is None else kind_of(value, [self.rows.static_size, *value.shape[1:]])
@@ -237,7 +239,7 @@ class Call:
 
     def _refuse_composite(self, stage: Stage, ref: Ref) -> None:
         """No gradient is handed from stage to stage for the values of a ragged or sparse tensor."""
-        kind = self.kinds[ref]
+        kind, _ = self.specs[ref]
         if kind is not None and not is_dense(kind) and kind.dtype.is_floating:
             step = next(step for step in stage.plan.steps if ref in step.outputs)
             raise ModelError(

@@ -13,20 +13,20 @@ import functools
 import numbers
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, tracing
+from tf_gpipe import compat, model_graph, preparation, tracing
 from tf_gpipe.devices import stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
-from tf_gpipe.tasks import REMAT_MODES
+from tf_gpipe.tasks import REMAT_MODES, Remat
 from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
 
@@ -78,7 +78,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         devices: Sequence[str] | None = None,
         num_replicas: int = 1,
         partition: Partition = "flops",
-        remat: str = "except_last",
+        remat: Remat = "except_last",
         schedule: str = "gpipe",
         jit_compile: bool | str = False,
     ) -> None:
@@ -123,7 +123,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         return list(self._devices)
 
     @property
-    def remat(self) -> str:
+    def remat(self) -> Remat:
         """Which micro-batches recompute their activations."""
         return self._remat
 
@@ -140,8 +140,8 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
-        _renew_if_compiled(model)
-        if not _is_built(model):
+        preparation.renew_if_compiled(model)
+        if not preparation.is_built(model):
             return
         if compat.graph_of(model) is not None:
             self.place(model)
@@ -180,7 +180,7 @@ class GPipeStrategy(tf.distribute.Strategy):
                 f"Expected a model with a `call`, whose operations are cut into stages. Received: '{model.name}' "
                 f"({type(model).__name__}), which has none. Plan the models that its `train_step` calls."
             )
-        if not _is_built(model):
+        if not preparation.is_built(model):
             raise ModelError(
                 f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give "
                 "it a `keras.Input`, or call it once on data."
@@ -272,7 +272,7 @@ class GPipeStrategy(tf.distribute.Strategy):
     def _pipelines_of(self, model: keras.Model) -> dict[Any, Pipeline]:
         """The pipelines of a model, by what they serve; with every `compile` they begin anew."""
         # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
-        _renew_if_compiled(model)
+        preparation.renew_if_compiled(model)
         return model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary()).setdefault(self, {})
 
     def _place_variables(self, plan: Plan, model: keras.Model) -> None:
@@ -303,7 +303,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
             return plain(*args, **kwargs)
-        _build_if_needed(model, args, kwargs)
+        preparation.build_if_needed(model, args, kwargs)
 
         def pipelined(inputs: Any, training: bool | None = None, mask: Any = None, **more: Any) -> Any:
             try:
@@ -356,7 +356,7 @@ class _Scope:
             self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
         self._scope.__enter__()
         if self._prepared is not None:
-            self._building.enter_context(_prebuilt(*self._prepared))
+            self._building.enter_context(preparation.prebuilt(*self._prepared))
         return self._strategy
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -428,60 +428,6 @@ def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:
     """What a pipeline of a model serves: its graph, or what its `call` is followed for."""
     graph = compat.graph_of(model)
     return graph if graph is not None else (bool(training), repr(tree.map_structure(_kind, inputs)))
-
-
-def _renew_if_compiled(model: keras.Model) -> None:
-    """Lets the pipelines of a model, and of models inside it, be traced anew after each `compile`, as Keras does."""
-    compilation = compat.compilation_of(model)
-    if model.__dict__.setdefault("_gpipe_compilation", compilation) is compilation:
-        return
-    model.__dict__["_gpipe_compilation"] = compilation
-    for layer in compat.flatten_layers(model):
-        for known in list(layer.__dict__.get("_gpipe_pipelines", {}).values()):
-            # Operations stay where they are; a `call` of the user's may have become another and is followed again.
-            renewed = {key: p.renewed() for key, p in known.items() if isinstance(key, keras.Model)}
-            known.clear()
-            known.update(renewed)
-
-
-def _is_built(model: keras.Model) -> bool:
-    """Whether a model's operations are known; layers that no call has used yet may still be without weights."""
-    if compat.graph_of(model) is not None:
-        return True
-    is_open = isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call
-    return bool(model.built) and not is_open
-
-
-@contextlib.contextmanager
-def _prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
-    """Spares a model what Keras asks of it under strategies only: to be built by a call without `training`.
-
-    A layer that only a training call uses is built too; a model without `call` (a GAN, whose `train_step` calls its
-    parts) counts as built. What cannot be built here is left for Keras to try, and to explain.
-    """
-    if type(model).call is keras.Model.call:
-        before, model.built = model.built, True
-        try:
-            yield
-        finally:
-            model.built = before
-        return
-    if batch is not None:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with contextlib.suppress(Exception):
-            _build_if_needed(model, (x,), {"training": True})
-    yield
-
-
-def _build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
-    """Builds a model that is called for the first time, with symbolic inputs and without a batch size."""
-    if all(layer.built for layer in compat.flatten_layers(model)) and _is_built(model):
-        return
-    specs = tree.map_structure(model_graph.symbolic_input, args[0])
-    # Of a model that was called before, a layer may be left that this kind of call builds, or none does.
-    unless_needed = contextlib.suppress(Exception) if _is_built(model) else contextlib.nullcontext()
-    with tf.init_scope(), unless_needed:
-        compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
 
 
 def _as_value(leaf: Any) -> Value | None:

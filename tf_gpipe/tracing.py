@@ -198,12 +198,12 @@ def recorded(strategy: GPipeStrategy) -> Iterator[None]:
         tracer.recorders.append(recorder)
 
 
-def recorder_of(schedule: Schedule, remat: str, num_stages: int) -> Recorder | None:
+def recorder_of(schedule: Schedule, remat: Remat, num_stages: int) -> Recorder | None:
     """The recorder of a call that begins now, if its step is measured."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
     if recorder is None or tf.executing_eagerly():
         return None
-    recorder.begin_call(schedule, remat, num_stages)  # type: ignore[arg-type]
+    recorder.begin_call(schedule, remat, num_stages)
     return recorder
 
 

@@ -17,18 +17,18 @@ from tf_gpipe.stage import Stage, input_specs
 
 if TYPE_CHECKING:
     from tf_gpipe.model_graph import Ref
-    from tf_gpipe.plan import StagePlan
 
 REPEATS = 3
 GAIN = 0.1
 """Share of the time that XLA must save to be chosen: below, noise would decide."""
 
 
-def xla_pays(plan: StagePlan, training: bool | None, kinds: Mapping[Ref, Any]) -> tuple[bool, str] | None:
+def xla_pays(plain: Stage, compiled: Stage, training: bool | None, kinds: Mapping[Ref, Any]) -> tuple[bool, str] | None:
     """Tells whether a stage's forward pass is faster when XLA compiles it, and the reason in words.
 
     Args:
-        plan: the stage.
+        plain: the stage without XLA.
+        compiled: the same stage with it.
         training: the training flag.
         kinds: kinds of the value and of the mask of everything that goes into the stage.
 
@@ -36,8 +36,7 @@ def xla_pays(plan: StagePlan, training: bool | None, kinds: Mapping[Ref, Any]) -
         None if the shapes are not known yet, so that there is nothing to try it on.
     """
     seconds = []
-    for jit_compile in (False, True):
-        stage = Stage(plan, jit_compile=jit_compile, deferral=0)
+    for stage in (plain, compiled):
         signature, forward = stage.traced(training, kinds)
         specs = input_specs(signature, forward.given)
         if not all(spec.shape.is_fully_defined() for spec in specs):
@@ -46,10 +45,10 @@ def xla_pays(plan: StagePlan, training: bool | None, kinds: Mapping[Ref, Any]) -
             with tf.init_scope(), tf.device(stage.device):
                 seconds.append(_seconds(forward.function, [tf.zeros(spec.shape, spec.dtype) for spec in specs]))
         except tf.errors.OpError as error:
-            return False, f"stages are not compiled: XLA cannot compile stage {plan.index} ({type(error).__name__})"
-    plain, compiled = (1e3 * s for s in seconds)
-    pays = compiled < (1 - GAIN) * plain
-    timed = f"the forward pass of stage {plan.index} took {compiled:.2f} ms with XLA and {plain:.2f} without"
+            return False, f"stages are not compiled: XLA cannot compile stage {plain.index} ({type(error).__name__})"
+    without, with_xla = (1e3 * s for s in seconds)
+    pays = with_xla < (1 - GAIN) * without
+    timed = f"the forward pass of stage {plain.index} took {with_xla:.2f} ms with XLA and {without:.2f} without"
     return pays, f"stages are {'' if pays else 'not '}compiled: {timed}"
 
 

@@ -73,21 +73,16 @@ def torchgpipe_step():
     stages, count = CONFIG["stages"], CONFIG["sizes"]["layers"]
     balance = [count // stages] * stages
     options = {"chunks": CONFIG["micro_batches"], "checkpoint": CONFIG["remat"]}
-    model = GPipe(nn.Sequential(*layers(count)), balance, devices=["cpu"] * stages, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = mini_batch()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    return step
+    return step_of(GPipe(nn.Sequential(*layers(count)), balance, devices=["cpu"] * stages, **options))
 
 
 def plain_step():
     """Returns a function that takes one step with the model in one piece."""
-    model = nn.Sequential(*layers(CONFIG["sizes"]["layers"]))
+    return step_of(nn.Sequential(*layers(CONFIG["sizes"]["layers"])))
+
+
+def step_of(model: nn.Module):
+    """Returns a function that takes one step with a model that is called as a whole."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = mini_batch()
 

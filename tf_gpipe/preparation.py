@@ -1,0 +1,67 @@
+"""Gets a model ready for its pipelines: built before Keras builds it, and traced anew after each `compile`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from tf_gpipe import compat, model_graph
+
+
+def renew_if_compiled(model: keras.Model) -> None:
+    """Lets the pipelines of a model, and of models inside it, be traced anew after each `compile`, as Keras does."""
+    compilation = compat.compilation_of(model)
+    if model.__dict__.setdefault("_gpipe_compilation", compilation) is compilation:
+        return
+    model.__dict__["_gpipe_compilation"] = compilation
+    for layer in compat.flatten_layers(model):
+        for known in list(layer.__dict__.get("_gpipe_pipelines", {}).values()):
+            # Operations stay where they are; a `call` of the user's may have become another and is followed again.
+            renewed = {key: p.renewed() for key, p in known.items() if isinstance(key, keras.Model)}
+            known.clear()
+            known.update(renewed)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether a model's operations are known; layers that no call has used yet may still be without weights."""
+    if compat.graph_of(model) is not None:
+        return True
+    is_open = isinstance(model, keras.Sequential) and type(model).call is keras.Sequential.call
+    return bool(model.built) and not is_open
+
+
+@contextlib.contextmanager
+def prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
+    """Spares a model what Keras asks of it under strategies only: to be built by a call without `training`.
+
+    A layer that only a training call uses is built too; a model without `call` (a GAN, whose `train_step` calls its
+    parts) counts as built. What cannot be built here is left for Keras to try, and to explain.
+    """
+    if type(model).call is keras.Model.call:
+        before, model.built = model.built, True
+        try:
+            yield
+        finally:
+            model.built = before
+        return
+    if batch is not None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with contextlib.suppress(Exception):
+            build_if_needed(model, (x,), {"training": True})
+    yield
+
+
+def build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
+    """Builds a model that is called for the first time, with symbolic inputs and without a batch size."""
+    if all(layer.built for layer in compat.flatten_layers(model)) and is_built(model):
+        return
+    specs = tree.map_structure(model_graph.symbolic_input, args[0])
+    # Of a model that was called before, a layer may be left that this kind of call builds, or none does.
+    unless_needed = contextlib.suppress(Exception) if is_built(model) else contextlib.nullcontext()
+    with tf.init_scope(), unless_needed:
+        compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
