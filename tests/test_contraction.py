@@ -92,7 +92,8 @@ def deferred_of(model, strategy):
     """For each stage, the number of deferred gradients of each of its backward functions."""
     (pipeline,) = vars(model)["_gpipe_pipelines"][strategy].values()
     made = [
-        [*stage._backwards.values(), *(kept.backward for kept in stage._kept.values())] for stage in pipeline.stages
+        [*stage._backwards.values(), *(recorded.kept_backward for recorded in stage._recorded.values())]
+        for stage in pipeline.stages
     ]
     return [[len(backward.gives.deferred) for backward in stage] for stage in made]
 

@@ -100,3 +100,24 @@ def test_keeping_the_last_micro_batch_costs_little(activation_bytes):
 def test_keeping_everything_needs_no_more_than_plain_keras_and_the_boundary(activation_bytes):
     boundary = 4 * 8192 * 512 * 4
     assert activation_bytes["never"] <= activation_bytes["plain"] + boundary, activation_bytes
+
+
+class Traced(keras.layers.Dense):
+    """A dense layer that counts how often its Python code runs."""
+
+    calls = 0
+
+    def call(self, inputs, training=None):
+        """Counts."""
+        Traced.calls += 1
+        return super().call(inputs, training=training)
+
+
+@pytest.mark.parametrize(("remat", "functions"), [("always", 2), ("except_last", 2), ("never", 1)])
+def test_a_layer_is_traced_once_for_each_function_that_cannot_be_made_of_another(remat, functions):
+    with tf_gpipe.GPipeStrategy(2, 4, remat=remat).scope():
+        model = keras.Sequential([keras.Input([3]), Traced(4), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    Traced.calls = 0
+    model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
+    assert Traced.calls == 1 + functions  # once for the plan

@@ -36,8 +36,8 @@ def test_what_a_max_pooling_gave_is_made_again(pooling):
     for a, b in zip(wanted.get_weights(), found.get_weights(), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
     (pipeline,) = vars(found)["_gpipe_pipelines"][strategy].values()
-    (kept,) = pipeline.stages[0]._kept.values()
-    assert kept.traced.kept
-    assert all(tensor.op.type != "MaxPool" for tensor in kept.traced.kept)
-    assert any(tensor.op.type == "Relu" for tensor in kept.traced.kept)
-    assert [op.type for _, _, op in kept.traced.pooled] == ["MaxPool"]
+    (recorded,) = pipeline.stages[0]._recorded.values()
+    assert recorded._residuals.kept
+    assert all(tensor.op.type != "MaxPool" for tensor in recorded._residuals.kept)
+    assert any(tensor.op.type == "Relu" for tensor in recorded._residuals.kept)
+    assert [op.type for _, _, op in recorded._residuals.pooled] == ["MaxPool"]

@@ -28,7 +28,7 @@ from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.schedule import Task
-from tf_gpipe.stage import Backward, BackwardKind
+from tf_gpipe.stage_functions import Backward, BackwardKind
 from tf_gpipe.values import components
 
 if TYPE_CHECKING:
@@ -169,13 +169,14 @@ class BackwardPass:
                 return
             forward_task = Task("forward", k, m)
             kept = call.results[forward_task].residuals
-            if kept:
+            recorded = stage.recorded(signature, wanted) if kept else None
+            if recorded is not None:
                 d_values = self._completed(outputs, d_values, m)
                 given = [d for d in [*d_values, *d_losses] if d is not None]
             there = tuple(d is not None for d in d_values), tuple(d is not None for d in d_losses)
             kind = BackwardKind(signature, wanted, *there)
-            if kept and len(given) == sum(map(call.is_float, outputs)) + len(d_losses):
-                backward, arguments = stage.kept(signature, wanted).backward, kept
+            if recorded is not None and recorded.kind == kind:
+                backward, arguments = recorded.kept_backward, kept
             else:
                 backward, arguments = stage.backward(kind), call.flat_inputs[forward_task]
             made = list(backward.function(*arguments, *given, *self.totals.sums[k]))

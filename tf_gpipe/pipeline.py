@@ -29,7 +29,8 @@ from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
 from tf_gpipe.schedule import Schedule, Task
-from tf_gpipe.stage import Forward, ForwardResult, Signature, Stage, flatten_inputs
+from tf_gpipe.stage import Stage
+from tf_gpipe.stage_functions import Forward, ForwardResult, Signature, flatten_inputs
 from tf_gpipe.tasks import Remat, recomputes
 from tf_gpipe.trial import xla_pays
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
@@ -158,15 +159,12 @@ class Call:
             self.recorder = tracing.recorder_of(self.schedule, self.pipeline.remat, len(self.stages))
         with compat.stop_recording(), tf.device(_host_of(self.inputs)):
             self._split_inputs()
-        self._trace()
+        kept = self._kept_micro_batches() if recording and self.training else set()
+        self._trace(recording, keep=bool(kept))
         if self.pipeline.try_xla(self.training, self.specs):
             self.stages = self.pipeline.stages
-            self._trace()
-        for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
-            self.needs_gradient[ref] = bool(self.is_float(ref) and recording and compat.is_watched([tensor]))
-        self._find_needs(recording)
+            self._trace(recording, keep=bool(kept))
         self._refuse_forward_mode()
-        kept = self._kept_micro_batches() if recording and self.training else set()
         with compat.stop_recording():
             self._normalise_kernels()
             self._run_forward(kept)
@@ -191,22 +189,31 @@ class Call:
                 self.values[ref, m] = None if tensor is None else self.rows.take(tensor, m)
                 self.masks[ref, m] = None if mask is None else self.rows.take(mask, m)
 
-    def _trace(self) -> None:
-        """Traces every stage's forward function, each for what the ones before it give."""
-        specs: dict[Ref, Any] = {}
-        self.signatures, self.forwards = [], []
-        for ref in self.graph.inputs:
-            specs[ref] = tuple(self._input_kind(tensors[ref, 0]) for tensors in (self.values, self.masks))
+    def _trace(self, recording: bool, *, keep: bool) -> None:
+        """Traces every stage's forward function, each for what the ones before it give.
+
+        Args:
+            recording: whether a tape follows the call. Then this finds which boundary tensors need a gradient.
+            keep: whether activations of some micro-batch are to be kept for its backward pass.
+        """
+        self.signatures, self.forwards, self.specs = [], [], {}
+        for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
+            self.specs[ref] = self._input_kind(self.values[ref, 0]), self._input_kind(self.masks[ref, 0])
+            self.needs_gradient[ref] = bool(recording and self.is_float(ref) and compat.is_watched([tensor]))
         for stage in self.stages:
             try:
-                signature, forward = stage.traced(self.training, specs)
+                signature, forward = stage.traced(self.training, self.specs, self.needs_gradient if keep else None)
             except Exception as error:
                 compat.add_note(error, f"while it was traced, once for all {len(self.rows)} micro-batches")
                 raise
-            specs.update(zip(forward.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
+            self.specs.update(zip(forward.outputs, zip(forward.values, forward.masks, strict=True), strict=True))
             self.signatures.append(signature)
             self.forwards.append(forward)
-        self.specs = specs
+            needs = recording and (bool(stage.trained(signature)) or any(self.wanted(signature)))
+            for ref in forward.outputs:
+                self.needs_gradient[ref] = needs and self.is_float(ref)
+                if needs:
+                    self._refuse_composite(stage, ref)
 
     def _input_kind(self, value: Value | None) -> Kind | None:
         return None if value is None else kind_of(value, [self.rows.static_size, *value.shape[1:]])
@@ -219,15 +226,6 @@ class Call:
                 done.append(layer)
                 with tf.device(compat.raw_variable(layer.kernel).device):
                     state.normalise_kernel(layer)
-
-    def _find_needs(self, recording: bool) -> None:
-        """Which boundary tensors a gradient is of use for."""
-        for stage, signature, forward in zip(self.stages, self.signatures, self.forwards, strict=True):
-            needs = bool(stage.trained(signature)) or any(self.wanted(signature))
-            for ref in forward.outputs:
-                self.needs_gradient[ref] = needs and self.is_float(ref)
-                if needs and recording:
-                    self._refuse_composite(stage, ref)
 
     def _refuse_forward_mode(self) -> None:
         inputs = [tensor for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True) if self.is_float(ref)]
@@ -260,9 +258,10 @@ class Call:
             with self.placed(task, arrived=arrived):
                 given = states.read(forward.given.variables)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
-                if m in kept:
-                    forward = stage.kept(signature, self.wanted(signature)).forward
-                result = stage.call_forward(forward, flat)
+                recorded = stage.recorded(signature, self.wanted(signature)) if m in kept else None
+                if recorded is not None and stage.keeps(recorded):
+                    forward = recorded.kept_forward
+                result = forward.take(forward.function(*flat))
                 states.write(forward.given.states, result.states, unless_empty=self.rows, m=m)
             self.note_done(task, result.values)
             self.results[task], self.flat_inputs[task] = result, flat

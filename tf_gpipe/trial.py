@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tf_gpipe.stage import Stage, input_specs
+from tf_gpipe.stage import Stage
+from tf_gpipe.stage_functions import input_specs
 
 if TYPE_CHECKING:
     from tf_gpipe.model_graph import Ref
@@ -37,7 +38,7 @@ def xla_pays(plain: Stage, compiled: Stage, training: bool | None, kinds: Mappin
     """
     seconds = []
     for stage in (plain, compiled):
-        signature, forward = stage.traced(training, kinds)
+        signature, forward = stage.traced(training, kinds, None)
         specs = input_specs(signature, forward.given)
         if not all(spec.shape.is_fully_defined() for spec in specs):
             return None
