@@ -133,7 +133,8 @@ def test_mixed_precision_deferred_gradients_are_summed_in_float32():
     assert all(all(stage) for stage in deferred_of(found, strategy))
 
 
-def test_small_weights_share_a_buffer_and_large_ones_do_not():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_small_weights_share_a_buffer_and_large_ones_do_not(compiled):
     small = [keras.Variable(np.full(shape, 1.0, "float32")) for shape in ([3], [2, 2], [])]
     large = keras.Variable(np.zeros([SMALL + 1], "float32"))
     half = keras.Variable(np.zeros([5], "float16"), dtype="float16")
@@ -142,7 +143,7 @@ def test_small_weights_share_a_buffer_and_large_ones_do_not():
     assert buffers.groups == ((1,), (0, 2, 3, 4))
     assert buffers.dtypes == (tf.float32, tf.float32)
     packed = buffers.pack(1, weights, {0: tf.constant([1.0, 2.0, 3.0]), 4: tf.constant(4.0)})
-    found = buffers.unpack(1, weights, packed + buffers.zeros()[1])
+    found = buffers.unpack(1, weights, packed + buffers.zeros(weights, compiled=compiled)[1])
     assert {i: part.numpy().tolist() for i, part in found.items()} == {
         0: [1.0, 2.0, 3.0],
         2: [[0.0, 0.0], [0.0, 0.0]],

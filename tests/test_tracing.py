@@ -205,6 +205,28 @@ def test_a_trace_before_any_training_leaves_weights_and_optimizer_new():
     assert "Timestamp" not in op_types(model)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_train_step_gets_what_fit_gives_it(weighted):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y, *weight = data
+            seen.append(len(weight))
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True), *weight)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    seen = []
+    strategy, model = made(lambda: Own([keras.Input([6]), keras.layers.Dense(5), keras.layers.Dense(2)]))
+    batch = (normal(8, 6), normal(8, 2), *([np.ones([8])] if weighted else []))
+    model.fit(*batch[:2], sample_weight=batch[2] if weighted else None, verbose=0)
+    history, wanted = model.history, set(seen)
+    strategy.trace(model, batch)
+    assert set(seen) == wanted == {int(weighted)}
+    assert model.history is history
+
+
 @pytest.mark.parametrize(("rows", "remat"), [(64, "never"), (35, "except_last")])
 def test_weights_are_equal_with_and_without_the_callback(tmp_path, rows, remat):
     """35 rows in batches of 16: the last has 3, for four micro-batches, in a step whose number of rows is unknown."""

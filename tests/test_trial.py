@@ -1,5 +1,10 @@
 """`jit_compile="auto"`: XLA is tried, and chosen where it is faster."""
 
+import os
+import re
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -80,3 +85,24 @@ def test_unknown_shapes_are_not_tried(monkeypatch):
     strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
     model = train(strategy, rows=15, batch_size=15)  # micro-batches of different sizes
     assert pipeline_of(model, strategy).jit_compile == "auto"
+
+
+PROGRAM = """
+import keras, numpy as np, tf_gpipe
+tf_gpipe.set_logical_cpus(2)
+with tf_gpipe.GPipeStrategy(2, 4, remat="{remat}", jit_compile=True).scope():
+    model = keras.Sequential([keras.Input([16]), *(keras.layers.Dense(16, "relu") for _ in range(4))])
+    model.compile("sgd", "mse")
+x = np.ones([32, 16], "float32")
+model.fit(x, x, batch_size=32, epochs=2, verbose=0)
+"""
+
+
+@pytest.mark.parametrize(("remat", "functions"), [("always", 4), ("never", 4)])
+def test_xla_compiles_each_function_of_a_stage_once(remat, functions):
+    log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1", "TF_CPP_VMODULE": "device_compilation_profiler=1"}
+    command = [sys.executable, "-c", PROGRAM.format(remat=remat)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **log}, check=True)
+    compiled = re.findall(r"Compiled __inference_(stage_\d_\w+?)_\d+ (\d+) times", done.stderr)
+    assert len({name for name, _ in compiled}) == functions
+    assert {count for _, count in compiled} == {"1"}, compiled

@@ -54,12 +54,17 @@ class _Totals:
         self.call = call
         self.trained = [stage.trained(kind) for stage, kind in zip(call.stages, call.signatures, strict=True)]
         self.buffers = [gradients.Buffers.of(weights) for weights in self.trained]
-        self.sums = [buffers.zeros() for buffers in self.buffers]
+        self.sums = [self._zeros(k) for k in range(len(call.stages))]
         self.summed: list[set[int]] = [set() for _ in call.stages]
         self.parts: list[dict[int, list[Any]]] = [{} for _ in call.stages]
         self.operands: list[dict[tuple[int, Contraction], list[tuple[tf.Tensor, tf.Tensor]]]] = [
             {} for _ in call.stages
         ]
+
+    def _zeros(self, k: int) -> list[tf.Tensor]:
+        stage = self.call.stages[k]
+        with tf.device(stage.device):
+            return self.buffers[k].zeros(self.trained[k], compiled=stage.jit_compile)
 
     def take(self, k: int, gives: GradientLayout, flat: list[tf.Tensor]) -> None:
         """Takes a stage's gradients of weights from the front of `flat`."""

@@ -56,13 +56,25 @@ class Buffers:
     def specs(self) -> list[tf.TensorSpec]:
         """Kinds of the buffers.
 
-        A sum starts as the scalar 0, which broadcasts; its shape is left open so that one function serves all.
+        A sum may start as the scalar 0, which broadcasts; its shape is left open so that one function serves all.
         """
         return [tf.TensorSpec(None, dtype) for dtype in self.dtypes]
 
-    def zeros(self) -> list[tf.Tensor]:
-        """Where the sums start."""
-        return [tf.zeros([], dtype) for dtype in self.dtypes]
+    def zeros(self, weights: Sequence[keras.Variable], *, compiled: bool) -> list[tf.Tensor]:
+        """Where the sums start.
+
+        Args:
+            weights: the weights.
+            compiled: whether XLA compiles the functions that add to them, which it does once for each shape.
+        """
+        if not compiled:
+            return [tf.zeros([], dtype) for dtype in self.dtypes]
+        sizes = [[math.prod(weights[i].shape) for i in group] for group in self.groups]
+        shapes = [
+            weights[group[0]].shape if len(group) == 1 else [sum(size)]
+            for group, size in zip(self.groups, sizes, strict=True)
+        ]
+        return [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, self.dtypes, strict=True)]
 
     def pack(self, at: int, weights: Sequence[keras.Variable], gradients: dict[int, tf.Tensor]) -> tf.Tensor:
         """The gradients of the weights of a buffer, as they are in it; 0 where there is none."""

@@ -52,7 +52,7 @@ class Stage:
         self._body = StageBody(plan)
         self._choices = state.Choices()
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
-        self._jit_compile = jit_compile
+        self.jit_compile = jit_compile
         self._deferral = deferral
         self._deferred: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._forwards: dict[Signature, Forward] = {}
@@ -175,7 +175,7 @@ class Stage:
 
     def keeps(self, recorded: Recorded) -> bool:
         """Whether a micro-batch's activations can be kept; XLA cannot return the lists of tensors that loops keep."""
-        return not (self._jit_compile and recorded.keeps_lists)
+        return not (self.jit_compile and recorded.keeps_lists)
 
     def _trace_recorded(self, signature: Signature, wanted: tuple[bool, ...]) -> Recorded:
         gives = GradientLayout(self.trained(signature), self._deferral)
@@ -333,7 +333,7 @@ class Stage:
         """
         body.__name__ = f"stage_{self.index}_{body.__name__}"
         options = {} if called else {"experimental_attributes": {"_noinline": True}}
-        jit_compile = True if self._jit_compile and not called else None
+        jit_compile = True if self.jit_compile and not called else None
         function = tf.function(body, input_signature=list(specs), autograph=False, jit_compile=jit_compile, **options)
         # Tapes of the function's own, or none: one of the user's must not follow what is called inside.
         tapes = compat.stop_recording() if signature is None else compat.resume_recording()

@@ -217,7 +217,7 @@ class GPipeStrategy(tf.distribute.Strategy):
     def trace(self, model: keras.Model, batch: tuple[Any, ...]) -> Timeline:
         """Measures a training step: when each task was ready, began and ended.
 
-        Trains on the batch twice as `model.train_on_batch` does, first as a start-up, and then sets the model, its
+        Trains on the batch twice as `model.fit` does, first as a start-up, and then sets the model, its
         optimizer and its metrics back to what they were; a copy of their variables is on the host meanwhile. Times are
         taken inside the graph (`tracing.py`), which is traced anew for each `trace`.
 

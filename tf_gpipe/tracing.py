@@ -263,7 +263,7 @@ def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline
     check_traceable(strategy, model)
     if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
         raise ArgumentError(
-            "Expected `batch` as a tuple `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them. "
+            "Expected `batch` as a tuple `(x, y)` or `(x, y, sample_weight)`, as `fit` takes them. "
             f"Received: {type(batch).__name__}{f' of length {len(batch)}' if isinstance(batch, tuple) else ''}. "
             "Pass `(x, y)`."
         )
@@ -276,17 +276,22 @@ def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline
         if not kept:
             kept.extend((variable, np.array(variable.numpy())) for variable in _variables_of(model))
 
-    function, model.train_function = model.train_function, None
+    x, y, sample_weight = (*batch, None, None)[:3]
+    rows = tf.nest.flatten(x)[0].shape[0]
+    before = {name: getattr(model, name, None) for name in ("train_function", "history", "stop_training")}
+    model.train_function = None
     tracer = start_tracing(strategy)
     try:
         with compat.replaced(model, "make_train_function", make_and_keep):
             for _ in ("start-up", "measured"):
-                model.train_on_batch(*batch)
+                # Not `train_on_batch`, which hands a `train_step` three values where `fit` hands it `(x, y)`.
+                model.fit(x, y, batch_size=rows, sample_weight=sample_weight, shuffle=False, verbose=0)
                 tracer.check()
         return tracer.timeline()
     finally:
         stop_tracing(strategy, tracer)
-        model.train_function = function
+        for name, value in before.items():
+            setattr(model, name, value)
         with strategy.scope():
             for variable, value in kept:
                 variable.assign(value)
