@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 
 DRAW = ["matplotlib"]
-EXAMPLES = ["scikit-learn"]
+EXAMPLES = ["Django", "babel", "sacrebleu", "scikit-learn", "sentencepiece", "tensorflow-datasets"]
 
 setup(
     name="tf_gpipe",

@@ -201,6 +201,15 @@ def test_stages_go_to_cpus_where_gpus_are_too_few(machine):
         devices.stage_devices(None, 5)
 
 
+def test_devices_of_a_kind(machine):
+    machine(gpus=2, cpus=4)
+    assert devices.stage_devices("gpu", None) == gpu(0, 1)
+    assert devices.stage_devices("cpu", None) == cpu(0, 1, 2, 3)
+    assert devices.stage_devices("cpu", 2) == cpu(0, 1)
+    with pytest.raises(DeviceError, match="at least 3 devices for num_stages=3. Received: 2 GPUs. Use fewer"):
+        devices.stage_devices("gpu", 3)
+
+
 def test_gpus_and_cpus_may_be_mixed_by_name(machine):
     machine(gpus=2, cpus=1)
     assert devices.stage_devices(["/GPU:1", "/CPU:0", "gpu:0"], 3) == [*gpu(1), *cpu(0), *gpu(0)]

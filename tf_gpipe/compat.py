@@ -53,6 +53,7 @@ from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
+from tf_gpipe.devices import is_cpu
 from tf_gpipe.errors import ModelError
 
 __all__ = [
@@ -526,7 +527,7 @@ class PlacedFunction:
         self._reads: list[int] = []
         here = tf.DeviceSpec.from_string(device)
         homes = [tf.DeviceSpec.from_string(t.device) for t in function.captured_inputs if t.dtype == tf.resource]
-        if here.device_type == "CPU" and all(home.make_merged_spec(here) == home for home in homes):
+        if is_cpu(device) and all(home.make_merged_spec(here) == home for home in homes):
             specs = [tf.TensorSpec(t.shape, t.dtype) for t in function.inputs[: len(function.inputs) - self._captures]]
 
             def remote(*flat: tf.Tensor) -> list[tf.Tensor]:

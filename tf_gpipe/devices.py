@@ -1,13 +1,17 @@
-"""Which devices the stages run on.
+"""Which devices the stages run on, and what differs between kinds of devices.
 
-Stages go to all GPUs where there are enough, else to logical CPU devices. Logical devices can be made only before
-TensorFlow starts its devices: `set_logical_cpus` does it, and says how where it is too late.
+Stages go to all GPUs where there are enough, else to logical CPU devices; to TPU cores where that is asked for.
+Logical devices can be made only before TensorFlow starts its devices: `set_logical_cpus` does it, and says how where it
+is too late.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe.errors import DeviceError, DeviceStartedError
@@ -52,11 +56,12 @@ def set_logical_cpus(num_devices: int) -> list[str]:
     return [f"/CPU:{i}" for i in range(num_devices)]
 
 
-def stage_devices(devices: Sequence[str] | None, num_stages: int | None) -> list[str]:
+def stage_devices(devices: Sequence[str] | str | None, num_stages: int | None) -> list[str]:
     """Full names of the devices of the stages, one a stage.
 
     Args:
-        devices: names in any form that `tf.device` takes; None for all GPUs, else the logical CPUs.
+        devices: names in any form that `tf.device` takes; "cpu", "gpu" or "tpu" for devices of a kind; None for GPUs,
+            where there are enough, else logical CPUs.
         num_stages: K; None for all devices there are.
 
     Returns:
@@ -65,36 +70,90 @@ def stage_devices(devices: Sequence[str] | None, num_stages: int | None) -> list
     Raises:
         ValueError: too few devices, a name that no device has, or a wrong kind of argument.
     """
-    if devices is None:
-        names = _default_devices(num_stages)
-    else:
-        names = _known_devices(devices)
+    if devices is None or isinstance(devices, str):
+        return _devices_of_kind(devices, num_stages)
+    names = _known_devices(devices)
     if num_stages is None:
         return names
-    if devices is not None and len(names) != num_stages:
+    if len(names) != num_stages:
         raise DeviceError(
             f"Expected one device for each of the {num_stages} stages. Received: {len(names)} devices, {names}. "
             "Pass as many `devices` as `num_stages`; a device may be named twice."
         )
-    return names[:num_stages]
+    return names
 
 
-def _default_devices(num_stages: int | None) -> list[str]:
-    gpus, cpus = _full_names("GPU"), _full_names("CPU")
-    if num_stages is None:
-        return gpus or cpus
-    for names in (gpus, cpus):
-        if len(names) >= num_stages:
-            return names
+def must_compile(devices: Sequence[str]) -> bool:
+    """Whether XLA has to compile the stages, since the devices run nothing else."""
+    return any(tf.DeviceSpec.from_string(name).device_type == "TPU" for name in devices)
+
+
+def is_cpu(device: str) -> bool:
+    """Whether a device is a CPU: there an operation is over when TensorFlow says so, and remote calls were tried."""
+    return bool(tf.DeviceSpec.from_string(device).device_type == "CPU")
+
+
+def _devices_of_kind(kind: str | None, num_stages: int | None) -> list[str]:
+    kinds = {None: ("GPU", "CPU"), "cpu": ("CPU",), "gpu": ("GPU",), "tpu": ("TPU",)}
+    if kind not in kinds:
+        raise DeviceError(
+            "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1'], or "
+            f"'cpu', 'gpu' or 'tpu'. Received: devices={kind!r}."
+        )
+    there = {name: start_tpus() if name == "TPU" else _full_names(name) for name in kinds[kind]}
+    for names in there.values():
+        if names and len(names) >= (num_stages or 1):
+            return names[:num_stages]
+    found = " and ".join(f"{len(names)} {_PLURAL[name]}" for name, names in there.items())
+    advice = (
+        f"Use fewer stages, or call `tf_gpipe.set_logical_cpus({num_stages})` at the beginning of the program to run "
+        "the stages on logical CPU devices."
+    )
     raise DeviceError(
-        f"Expected at least {num_stages} devices for num_stages={num_stages}. Received: {len(gpus)} GPUs and "
-        f"{len(cpus)} logical CPUs. Use fewer stages, or call `tf_gpipe.set_logical_cpus({num_stages})` at the "
-        "beginning of the program to run the stages on logical CPU devices."
+        f"Expected at least {num_stages or 1} devices for num_stages={num_stages}. Received: {found}. {advice}"
     )
 
 
+_PLURAL = {"GPU": "GPUs", "CPU": "logical CPUs", "TPU": "TPU cores"}
+
+
+@functools.cache
+def start_tpus() -> list[str]:
+    """Starts the TPUs of this machine, once in a process, since starting them again would discard their variables.
+
+    Returns:
+        Full names of their cores, in an order in which each is beside the next.
+
+    Raises:
+        ValueError: there are none, or this TensorFlow cannot use them.
+    """
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
+        topology = tf.tpu.experimental.initialize_tpu_system(resolver)
+    except Exception as error:  # of many kinds, by what is missing
+        raise DeviceError(
+            f"Expected a machine with TPUs, and TensorFlow's wheel for them. Received: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. On a TPU VM, `pip install 'tf_gpipe[tpu]'` in an "
+            "environment without other wheels of TensorFlow; `python -m tf_gpipe doctor` tells what is there."
+        ) from error
+    return ring(topology)
+
+
+def ring(topology: Any) -> list[str]:
+    """Full names of the cores of a TPU topology (`tf.tpu.experimental.Topology`), each beside the next."""
+    experimental = tf.tpu.experimental
+    cores = int(np.prod(topology.mesh_shape))
+    order = experimental.DeviceAssignment.build(
+        topology,
+        computation_shape=np.asarray(topology.mesh_shape),
+        num_replicas=1,
+        device_order_mode=experimental.DeviceOrderMode.RING,
+    )
+    return [_full_name(order.tpu_device(0, core, job="localhost")) for core in range(cores)]
+
+
 def _known_devices(devices: Sequence[str]) -> list[str]:
-    if isinstance(devices, str) or not all(isinstance(name, str) for name in devices) or not devices:
+    if not all(isinstance(name, str) for name in devices) or not devices:
         raise DeviceError(
             "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1']. "
             f"Received: devices={devices!r}."
@@ -120,9 +179,12 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
 
 def _full_names(device_type: str | None = None) -> list[str]:
     """Names of the devices there are, with the job and task that TensorFlow leaves out for those of this process."""
+    return [_full_name(device.name) for device in tf.config.list_logical_devices(device_type)]
+
+
+def _full_name(name: str) -> str:
     here = tf.DeviceSpec(job="localhost", replica=0, task=0)
-    names = [device.name for device in tf.config.list_logical_devices(device_type)]
-    return [here.make_merged_spec(tf.DeviceSpec.from_string(name)).to_string() for name in names]
+    return str(here.make_merged_spec(tf.DeviceSpec.from_string(name)).to_string())
 
 
 def _matches(device: tf.DeviceSpec, wanted: tf.DeviceSpec) -> bool:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat, model_graph, preparation, tracing
-from tf_gpipe.devices import stage_devices
+from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import Pipeline
@@ -46,7 +46,8 @@ class GPipeStrategy(tf.distribute.Strategy):
     Args:
         num_stages: K, at least 1. Default: the number of GPUs, else of logical CPU devices.
         num_micro_batches: M, at least 1. Default 4·K, for which the bubble (K − 1) / (M + K − 1) is below 1/5.
-        devices: K device names. Default: GPUs, else logical CPUs.
+        devices: K device names; or "cpu", "gpu" or "tpu" for devices of a kind, TPU cores in the order of the ring that
+            connects them. Default: GPUs, else logical CPUs.
         num_replicas: 1; more are not available yet.
         partition: "flops" for stages of equal work; or K numbers of operations; or K − 1 names of operations to cut
             before.
@@ -55,6 +56,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         schedule: "gpipe"; others are not available yet.
         jit_compile: whether XLA compiles each stage on its own device. "auto" tries both ways on zeros when a model is
             first called, which takes as long as compiling one stage, and keeps what is faster; `plan` tells the reason.
+            TPUs run nothing else, so that there it makes no difference.
 
     Raises:
         ValueError: an argument has a value that is not described above, or there are too few devices.
@@ -75,7 +77,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
         *,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | str | None = None,
         num_replicas: int = 1,
         partition: Partition = "flops",
         remat: Remat = "except_last",
@@ -97,13 +99,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
         if not isinstance(jit_compile, bool) and jit_compile != "auto":
             raise ArgumentError(f'Expected `jit_compile` to be True, False or "auto". Received: {jit_compile!r}.')
-        if num_stages is None and devices is not None:
-            num_stages = len(devices)
         self._devices = stage_devices(devices, num_stages)
         self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
         self._partition = _checked_partition(partition)
         self._remat = remat
-        self._jit_compile = jit_compile
+        self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 

@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import compat
+from tf_gpipe.devices import is_cpu
 from tf_gpipe.errors import ArgumentError, DeviceError, ModelError
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.tasks import Remat, Task
@@ -227,7 +228,7 @@ def ended(recorder: Recorder | None, made: Sequence[tf.Tensor], device: str) -> 
 
 def check_traceable(strategy: GPipeStrategy, model: keras.Model) -> None:
     """Raises an error if steps of a model cannot be measured."""
-    others = [d for d in strategy.devices if tf.DeviceSpec.from_string(d).device_type != "CPU"]
+    others = [device for device in strategy.devices if not is_cpu(device)]
     if others:
         raise DeviceError(
             f"Expected stages on CPU devices, where an operation is over when TensorFlow says so. Received: {others}. "
