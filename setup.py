@@ -28,7 +28,8 @@ setup(
     extras_require={
         "cpu": ["tensorflow-cpu>=2.19,<2.22"],
         "gpu": ["tensorflow[and-cuda]>=2.19,<2.22"],
-        "tpu": ["tensorflow-tpu>=2.19,<2.21"],  # No TPU wheel exists after 2.20.
+        # No TPU wheel exists after 2.20, which a libtpu of today ends at import ("… not available in this library").
+        "tpu": ["tensorflow-tpu>=2.19,<2.21", "libtpu<0.0.15"],
         "hub": ["keras-hub>=0.32; python_version >= '3.11'"],  # Its tests are skipped without it.
         "draw": DRAW,  # PNG files; SVG and text need nothing.
         "examples": EXAMPLES,
