@@ -85,7 +85,6 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_examples_run(example):
-    printed = run([sys.executable, f"examples/{example}", "--quick"], timeout=240)
+def test_the_demo_runs():
+    printed = run([sys.executable, "examples/digits_amoebanet.py", "--quick"], timeout=240)
     assert "largest difference of any weight" in printed
