@@ -1,0 +1,360 @@
+"""`python -m tf_gpipe doctor`: every check on made-up facts, what is gathered, and the command itself."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tf_gpipe
+from tf_gpipe import cli, doctor
+from tf_gpipe.doctor import Facts, Finding, Gpu, Runtime
+
+ROOT = Path(__file__).parents[1]
+A100 = Gpu("NVIDIA A100-SXM4-80GB", "81920 MiB", "5 MiB", "550.54.15")
+ON_GPUS = Runtime(
+    tensorflow="2.21.0",
+    keras="3.15.1",
+    backend="tensorflow",
+    physical_devices=["CPU:0", "GPU:0", "GPU:1"],
+    gpus={"GPU:0": A100.name, "GPU:1": A100.name},
+    memory_growth={"GPU:0": False, "GPU:1": True},
+    logical_devices=["CPU:0", "CPU:1", "GPU:0", "GPU:1"],
+)
+ON_CPU = dataclasses.replace(
+    ON_GPUS, physical_devices=["CPU:0"], gpus={}, memory_growth={}, logical_devices=["CPU:0", "CPU:1"]
+)
+HEALTHY = Facts(
+    python="3.12.4",
+    system="Linux",
+    packages={"tf_gpipe": "0.1.0", "keras": "3.15.1", "numpy": "2.1.0", "tensorflow": "2.21.0"},
+    environment={},
+    nvidia_gpus=[A100, A100],
+    nvidia_error="",
+    tpu_files=[],
+    runtime=ON_GPUS,
+)
+CPU_MACHINE = dataclasses.replace(HEALTHY, nvidia_gpus=[], runtime=ON_CPU)
+
+
+def machine(start: Facts = HEALTHY, wheels: dict[str, str] | None = None, **changes) -> Facts:
+    """Facts with other wheels, other packages, or anything else of `Facts` and of its `Runtime` changed."""
+    packages = changes.pop("packages", start.packages)
+    if wheels is not None:
+        packages = {name: version for name, version in packages.items() if name not in doctor.WHEELS} | wheels
+    of_runtime = {name: changes.pop(name) for name in [*changes] if name in Runtime.__dataclass_fields__}
+    runtime = dataclasses.replace(start.runtime, **of_runtime)
+    return dataclasses.replace(start, packages=packages, runtime=runtime, **changes)
+
+
+def without(error: str, start: Facts = CPU_MACHINE, **changes) -> Facts:
+    """A machine on which TensorFlow cannot be imported."""
+    return machine(dataclasses.replace(start, runtime=Runtime(tensorflow_error=error)), **changes)
+
+
+NO_MODULE = "ModuleNotFoundError: No module named 'tensorflow'"
+TPU_VM = {"environment": {"PJRT_DEVICE": "TPU"}, "tpu_files": ["/dev/accel0"]}
+FAULTS = {
+    "nothing": (
+        without(NO_MODULE, wheels={}),
+        "TensorFlow is not installed",
+        "pip install 'tf_gpipe[cpu]'",
+    ),
+    "nothing, on a machine with GPUs": (
+        without(NO_MODULE, HEALTHY, wheels={}),
+        "TensorFlow is not installed",
+        "pip install 'tf_gpipe[gpu]'",
+    ),
+    "nothing, in a Python without wheels": (
+        without(NO_MODULE, wheels={}, python="3.14.0"),
+        "TensorFlow is not installed",
+        "in an environment of Python 3.10 to 3.13, since TensorFlow has no wheels for 3.14.0",
+    ),
+    "two wheels": (
+        machine(wheels={"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}),
+        "more than one TensorFlow: tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
+        "pip uninstall -y tensorflow tensorflow-cpu && pip install 'tf_gpipe[gpu]'",
+    ),
+    "tensorflow-tpu beside TensorFlow 2.21": (
+        machine(CPU_MACHINE, wheels={"tensorflow": "2.21.0", "tensorflow-tpu": "2.20.0"}, **TPU_VM),
+        "tensorflow-tpu holds a whole TensorFlow, up to 2.20, and stands alone",
+        "pip uninstall -y tensorflow tensorflow-tpu && pip install 'tf_gpipe[tpu]'",
+    ),
+    "a broken installation": (
+        without("ImportError: libcudart.so.12: cannot open shared object file"),
+        "cannot be imported: ImportError: libcudart",
+        "pip uninstall -y tensorflow && pip install 'tf_gpipe[cpu]'",
+    ),
+    "an old processor": (without("the process ended by SIGILL"), "a processor with AVX", "pip install"),
+    "too old": (
+        machine(CPU_MACHINE, wheels={"tensorflow-cpu": "2.18.1"}, tensorflow="2.18.1"),
+        "made for tensorflow-cpu 2.19 to 2.21. This is 2.18.1",
+        "pip uninstall -y tensorflow-cpu && pip install 'tf_gpipe[cpu]'",
+    ),
+    "too new, and cannot be imported": (
+        without("ImportError: numpy", wheels={"tensorflow": "2.22.0rc1"}),
+        "made for tensorflow 2.19 to 2.21. This is 2.22.0rc1",
+        "pip install 'tf_gpipe[cpu]'",
+    ),
+    "tensorflow-tpu 2.21": (
+        machine(CPU_MACHINE, wheels={"tensorflow-tpu": "2.21.0"}, **TPU_VM),
+        "made for tensorflow-tpu 2.19 to 2.20. This is 2.21.0",
+        "pip install 'tf_gpipe[tpu]'",
+    ),
+    "no Keras": (
+        machine(packages={"tf_gpipe": "0.1.0", "tensorflow": "2.21.0"}, keras="", keras_error="ModuleNotFoundError"),
+        "Keras is not installed",
+        'pip install "keras>=3.12,<4"',
+    ),
+    "Keras 2": (machine(keras="2.15.0"), "This is 2.15.0", 'pip install "keras>=3.12,<4"'),
+    "a broken Keras": (
+        machine(keras="", backend="", keras_error="ModuleNotFoundError: No module named 'jax'"),
+        "Keras cannot be imported: ModuleNotFoundError: No module named 'jax'",
+        "KERAS_BACKEND=tensorflow python -c 'import keras'",
+    ),
+    "another backend": (
+        machine(environment={"KERAS_BACKEND": "jax"}, keras="", backend="", keras_error="No module named 'jax'"),
+        "Keras runs on 'jax', by KERAS_BACKEND",
+        "export KERAS_BACKEND=tensorflow",
+    ),
+    "another backend by the configuration file": (
+        machine(backend="torch"),
+        "Keras runs on 'torch', by Keras's configuration file",
+        "export KERAS_BACKEND=tensorflow",
+    ),
+    "no driver": (
+        machine(CPU_MACHINE, nvidia_error="NVIDIA-SMI has failed"),
+        "no GPU will: NVIDIA-SMI has failed",
+        "nvidia-smi",
+    ),
+    "GPUs with the wheel for CPUs": (
+        machine(CPU_MACHINE, wheels={"tensorflow-cpu": "2.21.0"}, nvidia_gpus=[A100]),
+        "sees 0 of 1 GPUs. tensorflow-cpu has no code for GPUs",
+        "pip uninstall -y tensorflow-cpu && pip install 'tf_gpipe[gpu]'",
+    ),
+    "GPUs without CUDA": (
+        machine(CPU_MACHINE, nvidia_gpus=[A100, A100]),
+        "sees 0 of 2 GPUs. Most often CUDA's libraries are missing",
+        "pip install 'tf_gpipe[gpu]'",
+    ),
+    "TPUs with the stock wheel": (
+        machine(CPU_MACHINE, **TPU_VM),
+        "a machine with TPUs (PJRT_DEVICE=TPU, /dev/accel0), for which tensorflow has no code",
+        "pip uninstall -y tensorflow && pip install 'tf_gpipe[tpu]'",
+    ),
+    "a libtpu that TensorFlow cannot load": (
+        without("the process ended by SIGABRT", wheels={"tensorflow-tpu": "2.20.0", "libtpu": "0.0.52"}, **TPU_VM),
+        "libtpu 0.0.52 is too new for tensorflow-tpu",
+        "pip install 'libtpu<0.0.15'",
+    ),
+    "devices that do not start": (
+        machine(logical_devices=[], logical_error="InternalError: CUDA_ERROR_NOT_PERMITTED"),
+        "devices do not start: InternalError: CUDA_ERROR_NOT_PERMITTED",
+        "CUDA_VISIBLE_DEVICES= python -m tf_gpipe doctor",
+    ),
+}
+NOTES = {
+    "no GPU": (CPU_MACHINE, "sees no GPU", "tf_gpipe.set_logical_cpus(4)"),
+    "one GPU": (
+        machine(nvidia_gpus=[A100], gpus={"GPU:0": A100.name}),
+        "There is one GPU, for one stage",
+        "tf.config.set_logical_device_configuration",
+    ),
+    "hidden GPUs": (
+        machine(environment={"CUDA_VISIBLE_DEVICES": "0"}, gpus={"GPU:0": A100.name}),
+        "sees 1 of 2 GPUs. CUDA_VISIBLE_DEVICES=0 hides the others",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "unlike GPUs": (
+        machine(gpus={"GPU:0": A100.name, "GPU:1": "NVIDIA L4"}),
+        "The GPUs differ: NVIDIA A100-SXM4-80GB, NVIDIA L4",
+        "partition=[...]",
+    ),
+    "Keras 2 as tf.keras": (
+        machine(environment={"TF_USE_LEGACY_KERAS": "1"}),
+        "makes `tf.keras` Keras 2",
+        "unset TF_USE_LEGACY_KERAS",
+    ),
+    "the wheel for TPUs on a CPU": (
+        machine(CPU_MACHINE, wheels={"tensorflow-tpu": "2.20.0", "libtpu": "0.0.14"}, tensorflow="2.20.0"),
+        "no sign of a TPU",
+        "pip uninstall -y tensorflow-tpu libtpu",
+    ),
+    "the flag of JAX": (
+        machine(environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
+        "JAX makes them, TensorFlow does not",
+        "tf_gpipe.set_logical_cpus(4)",
+    ),
+}
+
+
+def said(findings: list[Finding], message: str, remedy: str) -> list[Finding]:
+    return [finding for finding in findings if message in finding.message and remedy in finding.remedy]
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_faults(case):
+    facts, message, remedy = FAULTS[case]
+    (finding,) = said(doctor.diagnose(facts), message, remedy)
+    assert finding.is_fault
+    assert f"FAULT: {finding.message}\n    {finding.remedy}" in doctor.report(facts, doctor.diagnose(facts))
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_notes(case):
+    facts, message, remedy = NOTES[case]
+    findings = doctor.diagnose(facts)
+    (finding,) = said(findings, message, remedy)
+    assert not any(finding.is_fault for finding in findings)
+    assert f"note: {finding.message}\n    {finding.remedy}" in doctor.report(facts, findings)
+
+
+def test_each_check_finds_something_in_some_case():
+    cases = [facts for facts, _, _ in [*FAULTS.values(), *NOTES.values()]]
+    for check in doctor.CHECKS:
+        assert any(check(facts) for facts in cases), check.__name__
+
+
+def test_nothing_is_found_on_a_machine_with_gpus_that_is_well():
+    assert doctor.diagnose(HEALTHY) == []
+    report = doctor.report(HEALTHY, [])
+    assert report.endswith("\n\nNothing is wrong.")
+    for line in (
+        "tensorflow       2.21.0, wheel: tensorflow 2.21.0",
+        "devices          CPU:0, GPU:0, GPU:1",
+        "nvidia-smi       NVIDIA A100-SXM4-80GB, 81920 MiB, 5 MiB used, driver 550.54.15",
+        "GPU:0            NVIDIA A100-SXM4-80GB, memory growth off",
+        "GPU:1            NVIDIA A100-SXM4-80GB, memory growth on",
+        "TPU              none",
+    ):
+        assert line in report.splitlines()
+
+
+def test_nothing_is_found_on_a_tpu_vm_that_is_well():
+    wheels = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.14"}
+    assert doctor.diagnose(machine(CPU_MACHINE, wheels=wheels, tensorflow="2.20.0", **TPU_VM)) == []
+
+
+def test_faults_come_first():
+    facts = machine(environment={"TF_USE_LEGACY_KERAS": "1"}, logical_devices=[], logical_error="InternalError")
+    assert [finding.is_fault for finding in doctor.diagnose(facts)] == [True, False]
+
+
+def test_supported_releases_are_those_of_setup():
+    setup = (ROOT / "setup.py").read_text()
+    assert len(doctor.SUPPORTED) == 4
+    for name, (first, end) in doctor.SUPPORTED.items():
+        name = "tensorflow[and-cuda]" if name == "tensorflow" else name
+        upper = "4" if end == (4, 0) else f"{end[0]}.{end[1]}"
+        assert f'"{name}>={first[0]}.{first[1]},<{upper}"' in setup
+    assert f'"libtpu<{".".join(map(str, doctor.LIBTPU_END))}"' in setup
+
+
+# --- gathering ---
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """Makes a program that stands first on the PATH."""
+
+    def make(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+@pytest.fixture
+def replace_tensorflow(tmp_path, monkeypatch):
+    """Puts a module before TensorFlow, for processes that are started from now on."""
+
+    def replace(source: str) -> None:
+        (tmp_path / "tensorflow.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return replace
+
+
+def test_gpus_as_nvidia_smi_lists_them(on_path, replace_tensorflow):
+    on_path(
+        "nvidia-smi", "echo 'NVIDIA L4, 23034 MiB, 1 MiB, 550.54.15'\necho 'NVIDIA L4, 23034 MiB, 2 MiB, 550.54.15'"
+    )
+    replace_tensorflow("")
+    l4 = Gpu("NVIDIA L4", "23034 MiB", "1 MiB", "550.54.15")
+    assert doctor.gather().nvidia_gpus == [l4, dataclasses.replace(l4, used="2 MiB")]
+
+
+def test_a_driver_that_does_not_answer(on_path, replace_tensorflow):
+    on_path("nvidia-smi", "echo 'could not communicate with the driver'; exit 9")
+    replace_tensorflow("")
+    facts = doctor.gather()
+    assert (facts.nvidia_gpus, facts.nvidia_error) == ([], "could not communicate with the driver")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("raise ImportError('no libcudart')", "ImportError: no libcudart"),
+        (
+            "raise ImportError('Traceback:\\n  File 1\\nOSError: no libcudart\\n\\nFailed to load.')",
+            "OSError: no libcudart",
+        ),
+        ("import os; os.abort()", "the process ended by SIGABRT"),
+        ("import sys; sys.exit('no licence')", "no licence"),
+    ],
+)
+def test_a_tensorflow_that_cannot_be_imported(replace_tensorflow, source, error):
+    replace_tensorflow(source)
+    facts = doctor.gather()
+    assert (facts.runtime.tensorflow, facts.runtime.tensorflow_error) == ("", error)
+    assert any(finding.is_fault and error in finding.message for finding in doctor.diagnose(facts))
+
+
+def test_a_process_that_has_started_tensorflow_makes_no_more_logical_cpus():
+    tf.config.list_logical_devices()
+    here = doctor.start()
+    assert (here.tensorflow, here.keras, here.backend) == (tf.__version__, keras.__version__, "tensorflow")
+    assert "cannot be modified after being initialized" in here.logical_error
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(("facts", "code"), [(HEALTHY, 0), (CPU_MACHINE, 0), (machine(backend="jax"), 1)])
+def test_the_exit_code_says_whether_there_is_a_fault(monkeypatch, capsys, facts, code):
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().out == doctor.report(facts, doctor.diagnose(facts)) + "\n"
+    assert cli.main(["doctor", "--json"]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["facts"]["packages"] == facts.packages
+    assert [finding["message"] for finding in printed["findings"]] == [f.message for f in doctor.diagnose(facts)]
+
+
+def test_a_command_is_required(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "required: command" in capsys.readouterr().err
+
+
+def test_the_command_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "tf_gpipe", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    printed = json.loads(done.stdout)
+    facts = printed["facts"]
+    assert facts["packages"]["tf_gpipe"] == tf_gpipe.__version__
+    assert facts["runtime"]["tensorflow"] == tf.__version__
+    assert {"CPU:0", "CPU:1"} <= set(facts["runtime"]["logical_devices"])
+    assert done.returncode == any(finding["is_fault"] for finding in printed["findings"])
+    assert done.stderr == ""
+
+
+def test_the_command_line_does_not_import_tensorflow():
+    program = "import sys, tf_gpipe.cli, tf_gpipe.__main__; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

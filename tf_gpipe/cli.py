@@ -1,0 +1,50 @@
+"""The command line: `python -m tf_gpipe COMMAND`.
+
+A command is a subparser whose `run` takes the parsed options and returns the exit code. Nothing here imports
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from tf_gpipe import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: words after `python -m tf_gpipe`; None for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tf_gpipe", description="GPipe for TensorFlow 2 and Keras 3.")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    _add_doctor(commands)
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "what is installed, which devices there are, what is wrong and what mends it"
+    command = commands.add_parser(
+        "doctor", help=summary, description=f"Tells {summary}. Exit code 1 if there is a fault."
+    )
+    command.add_argument("--json", action="store_true", help="the same as one JSON object")
+    command.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    facts = doctor.gather()
+    findings = doctor.diagnose(facts)
+    if options.json:
+        found = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"facts": dataclasses.asdict(facts), "findings": found}, indent=2))
+    else:
+        print(doctor.report(facts, findings))
+    return 1 if any(finding.is_fault for finding in findings) else 0
