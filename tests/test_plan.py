@@ -318,6 +318,17 @@ def test_cost_of_an_embedding():
     assert cost_of(layers.Embedding(1000, 8), [5], dtype="int32") == costs.Cost(5 * 8, 8000, 5 * 8 * 4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_cost_of_logits_from_an_embedding(tied):
+    table = layers.ReversibleEmbedding(1000, 8, tie_weights=tied)
+    tokens = keras.Input([5], dtype="int32")
+    x = layers.Dense(8)(table(tokens))
+    model = keras.Model(tokens, table(x, reverse=True))
+    lookup, _, logits = (cost.flops for cost in costs.costs(model_graph.build(model)))
+    assert lookup == 5 * 8
+    assert logits == 5 * 2 * 8 * 1000
+
+
 def test_cost_of_recurrent_layers():
     # Each of 5 time steps multiplies an input of 3 and a state of 4 by the kernels of all gates.
     assert cost_of(layers.LSTM(4), [5, 3]).flops == 5 * 2 * (3 + 4) * 4 * 4 + 4

@@ -99,7 +99,8 @@ def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> f
     operation = step.operation
     elements = float(_elements(outputs))
     if isinstance(operation, keras.layers.Embedding):
-        return elements
+        reverse = step.kwargs.get("reverse", step.args[1] if len(step.args) > 1 else False)  # logits from its table
+        return 2.0 * elements * (inputs[0].shape[-1] or 1) if reverse is True else elements
     # The biases of attention and of GRU have two axes.
     kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1 and "bias" not in w.name)
     here = max((_positions(spec.shape) for spec in outputs), default=1)
