@@ -108,6 +108,7 @@ def reply(**values) -> None:
 
 
 def main() -> None:
+    sys.setrecursionlimit(20_000)  # Keras follows a chain of layers by recursion
     tf.config.threading.set_intra_op_parallelism_threads(CONFIG["intra"])
     tf.config.threading.set_inter_op_parallelism_threads(CONFIG["inter"])
     if CONFIG.get("stages"):

@@ -1,0 +1,1 @@
+"""AmoebaNet for Keras: the network, its input pipeline and its training recipe."""

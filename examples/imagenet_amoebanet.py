@@ -1,0 +1,234 @@
+r"""AmoebaNet on ImageNet, or on images of your own: input pipeline, training recipe, checkpoints, transfer, memory.
+
+The network and recipe are those of the GPipe paper (arXiv:1811.06965) and of the public TPU code that it grew from: the
+defaults are that code's. Images come from any data set of TensorFlow Datasets with a class for each image, or from a
+folder. TensorFlow Datasets' page on imagenet2012 says how to fetch ImageNet.
+
+    python examples/imagenet_amoebanet.py --stages 4 --output run             # ImageNet on 4 GPUs, if there are 4
+    python examples/imagenet_amoebanet.py --stages 4 --output run --evaluate  # the same arguments, to evaluate
+    python examples/imagenet_amoebanet.py --stages 4 --data folder:photos     # photos/train/cat/1.jpg, photos/test/...
+
+It prints how the network is cut, Keras's line for each epoch, and at last the accuracy by the moving averages of the
+weights. After each epoch there is a checkpoint: the same command, run again, goes on from the newest one, and comes to
+the weights that it would have come to without a break. At the end the averages are in `final.weights.h5` of the output.
+
+Fine-tuning as in the paper, with a new classifier:
+
+    python examples/imagenet_amoebanet.py --stages 4 --data cars196 --init-from run/final.weights.h5 --output cars \
+        --crop full --evaluation-crop 1 --no-colour --cutout 60 --epochs 20 --learning-rate 0.02
+
+What fits where: the paper's network for ImageNet, AmoebaNet-B(18, 512) at 480x480, on four devices of 16 GiB:
+
+    python examples/imagenet_amoebanet.py --plan --stages 4 --micro-batches 32 --genotype B --cells 18 --filters 512 \
+        --image-size 480 --batch-size 128 --device-memory 16
+
+    559,063,693 parameters
+    ...
+    stage  weights, GiB  stage inputs  activations   total
+        0          0.27          0.33         3.53    4.14
+        1          0.59          7.03         1.97    9.59
+        2          2.35          2.64         1.75    6.74
+        3          7.20          2.20         0.90   10.29
+    It fits: stage 3 needs most, 10.29 of 16 GiB.
+
+A small network learns scikit-learn's digits in about two minutes, in two stages on logical CPU devices:
+
+    python examples/amoebanet/sklearn_digits.py data
+    python examples/imagenet_amoebanet.py --data sklearn_digits --data-dir data --stages 2 --micro-batches 2 \
+        --remat always --cells 3 --filters 48 --image-size 40 --no-auxiliary-head --crop full --evaluation-crop 1 \
+        --no-flip --no-colour --weight-decay 0.001 --batch-size 96 --epochs 20 --learning-rate 0.05 --decay 0.85 \
+        --warm-up-epochs 1 --average 0 --output digits
+
+    top-1 97.5 %, top-5 100.0 %
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from amoebanet import images, memory, training
+from amoebanet.model import amoebanet, count_parameters, without_weights
+
+import tf_gpipe
+
+VALUES_PER_WEIGHT = 4  # the weight, its gradient, and RMSProp's two slots; averages are a fifth
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains an AmoebaNet in a pipeline.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    choice = argparse.BooleanOptionalAction
+
+    do = parser.add_argument_group("what to do; without any of these: train, or go on with the training in --output")
+    do.add_argument("--plan", action="store_true", help="print stages and their memory, and end")
+    do.add_argument("--evaluate", action="store_true", help="evaluate the newest checkpoint in --output, and end")
+    do.add_argument("--init-from", type=Path, metavar="FILE.weights.h5", help="begin with these, but a new classifier")
+    do.add_argument("--output", type=Path, default=Path("amoebanet_run"), help="folder of checkpoints and weights")
+    do.add_argument("--logs", type=Path, help="folder of TensorBoard logs")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="imagenet2012", help="a data set of TFDS, or folder:PATH")
+    data.add_argument("--data-dir", help="where TFDS keeps its data")
+    data.add_argument("--image-size", type=int, default=299)
+    data.add_argument("--crop", choices=["inception", "full"], default="inception", help="of training images")
+    data.add_argument("--evaluation-crop", type=float, default=0.875, help="of their height and width, the middle part")
+    data.add_argument("--flip", action=choice, default=True, help="mirror half of the training images")
+    data.add_argument("--colour", action=choice, default=True, help="change their brightness and colours")
+    data.add_argument("--rand-augment", type=float, default=0.0, help="strength of RandAugment, 0 to 1")
+    data.add_argument("--cutout", type=int, default=0, help="side in pixels of a square that is made grey")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--genotype", choices=["A", "B", "D"], default="D")
+    model.add_argument("--layout", choices=["tf", "torch"], default="tf")
+    model.add_argument("--cells", type=int, default=12, help="L: normal cells")
+    model.add_argument("--filters", type=int, default=256, help="D: filters of the first third of them")
+    model.add_argument("--auxiliary-head", action=choice, default=True, help="a second classifier, for training")
+    model.add_argument("--dropout-keep", type=float, default=0.5)
+    model.add_argument("--drop-path-keep", type=float, default=1.0, help="at the last step; 1 drops no paths")
+
+    recipe = parser.add_argument_group("recipe")
+    recipe.add_argument("--epochs", type=int, default=48)
+    recipe.add_argument("--batch-size", type=int, default=256)
+    recipe.add_argument("--learning-rate", type=float, default=0.64)
+    recipe.add_argument("--decay", type=float, default=0.9, help="of the learning rate after each epoch")
+    recipe.add_argument("--warm-up-epochs", type=float, default=3.0)
+    recipe.add_argument("--epsilon", type=float, default=1.0, help="of RMSProp")
+    recipe.add_argument("--weight-decay", type=float, default=4e-5)
+    recipe.add_argument("--label-smoothing", type=float, default=0.1)
+    recipe.add_argument("--average", type=float, default=0.9999, help="decay of the averages of weights; 0 for none")
+    recipe.add_argument("--seed", type=int, default=0)
+
+    pipeline = parser.add_argument_group("pipeline")
+    pipeline.add_argument("--stages", type=int, default=4)
+    pipeline.add_argument(
+        "--devices", choices=["cpu", "gpu", "tpu"], help="without it GPUs if there are so many, else logical CPUs"
+    )
+    pipeline.add_argument("--micro-batches", type=int, default=16)
+    pipeline.add_argument("--remat", choices=["always", "except_last", "never"], default="except_last")
+    pipeline.add_argument("--jit-compile", action="store_true")
+    pipeline.add_argument("--mixed-precision", action="store_true", help="bfloat16 activations, float32 weights")
+    pipeline.add_argument("--device-memory", type=float, default=16.0, help="GiB of a device, for --plan")
+
+    arguments = parser.parse_args(argv)
+    if arguments.layout == "torch":
+        arguments.auxiliary_head = False
+    return arguments
+
+
+def make_model(arguments: argparse.Namespace, num_classes: int) -> keras.Model:
+    return amoebanet(
+        arguments.genotype,
+        arguments.cells,
+        arguments.filters,
+        arguments.image_size,
+        num_classes,
+        layout=arguments.layout,
+        auxiliary_head=arguments.auxiliary_head,
+        dropout=1 - arguments.dropout_keep,
+        drop_path=arguments.drop_path_keep < 1,
+        weight_decay=arguments.weight_decay,
+    )
+
+
+def print_plan(arguments: argparse.Namespace, strategy: tf_gpipe.GPipeStrategy, num_classes: int) -> None:
+    with without_weights():
+        with strategy.scope():
+            model = make_model(arguments, num_classes)
+        plan = strategy.plan(model)
+        values = VALUES_PER_WEIGHT + (arguments.average > 0)
+        rows = arguments.batch_size, arguments.micro_batches
+        estimates = memory.estimate(plan, *rows, arguments.remat, values)
+        print(f"{count_parameters(model):,} parameters")
+    print(plan, memory.report(plan, estimates, arguments.device_memory), sep="\n\n")
+
+
+def labelled(batches: tf.data.Dataset, model: keras.Model) -> tf.data.Dataset:
+    """The same labels for each output of the model."""
+    names = list(model.output)
+    return batches.map(lambda images, labels: (images, dict.fromkeys(names, labels)))
+
+
+def train(
+    arguments: argparse.Namespace,
+    model: keras.Model,
+    checkpoints: training.Checkpoints,
+    builder: tfds.core.DatasetBuilder,
+    first_epoch: int,
+) -> None:
+    """Trains to the last epoch, and leaves the averages of the weights in the model."""
+    names = ("crop", "flip", "colour", "rand_augment", "cutout")
+    augmentation = images.Augmentation(**{name: getattr(arguments, name) for name in names})
+    size = arguments.image_size, arguments.batch_size
+    epochs = range(first_epoch, arguments.epochs)
+    batches = images.training_images(builder, *size, epochs=epochs, augmentation=augmentation, seed=arguments.seed)
+
+    callbacks = [*training.averaging_callbacks(model), checkpoints.callback]
+    if arguments.drop_path_keep < 1:
+        num_steps = arguments.epochs * images.steps_per_epoch(builder, arguments.batch_size)
+        callbacks.append(training.ScheduledDropPath(arguments.drop_path_keep, num_steps))
+    if arguments.logs:
+        callbacks.append(keras.callbacks.TensorBoard(arguments.logs))
+    model.fit(
+        labelled(batches, model),
+        epochs=arguments.epochs,
+        initial_epoch=first_epoch,
+        steps_per_epoch=images.steps_per_epoch(builder, arguments.batch_size),
+        validation_data=labelled(images.evaluation_images(builder, *size, arguments.evaluation_crop), model),
+        callbacks=callbacks,
+        shuffle=False,
+        verbose=2,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    enough = len(tf.config.list_physical_devices("GPU")) >= arguments.stages
+    if arguments.devices == "cpu" or (arguments.devices is None and not enough):
+        tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
+    if arguments.mixed_precision:
+        keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.utils.set_random_seed(arguments.seed)
+    pipeline = {"devices": arguments.devices, "remat": arguments.remat, "jit_compile": arguments.jit_compile}
+    strategy = tf_gpipe.GPipeStrategy(arguments.stages, arguments.micro_batches, **pipeline)
+    builder = images.open_data(arguments.data, arguments.data_dir)
+    if arguments.plan:
+        print_plan(arguments, strategy, images.num_classes(builder))
+        return
+
+    images.prepare(builder)
+    steps_per_epoch = images.steps_per_epoch(builder, arguments.batch_size)
+    rate = training.WarmUpAndDecay(arguments.learning_rate, steps_per_epoch, arguments.warm_up_epochs, arguments.decay)
+    with strategy.scope():
+        model = make_model(arguments, images.num_classes(builder))
+        if arguments.init_from:
+            training.load_pretrained(model, arguments.init_from)
+        recipe = {"label_smoothing": arguments.label_smoothing, "average": arguments.average}
+        training.compile_model(model, rate, epsilon=arguments.epsilon, **recipe)
+        checkpoints = training.Checkpoints(model, arguments.output / "checkpoints")
+    print(strategy.plan(model))
+
+    done = checkpoints.restore()
+    if arguments.evaluate and not done:
+        sys.exit(f"Expected a checkpoint to evaluate in {arguments.output}. Received: none. Train first.")
+    if done < arguments.epochs and not arguments.evaluate:
+        train(arguments, model, checkpoints, builder, done)
+    elif done:
+        model.optimizer.finalize_variable_values(model.trainable_weights)  # the averages
+    if not arguments.evaluate:
+        model.save_weights(arguments.output / "final.weights.h5")
+    size = arguments.image_size, arguments.batch_size
+    tests = images.evaluation_images(builder, *size, arguments.evaluation_crop)
+    results = model.evaluate(labelled(tests, model), return_dict=True, verbose=0)
+    top_1, top_5 = (100 * results[name] for name in training.metric_names(model))
+    print(f"top-1 {top_1:.1f} %, top-5 {top_5:.1f} %")
+
+
+if __name__ == "__main__":
+    main()
