@@ -712,6 +712,27 @@ def test_an_unbuilt_model_has_no_plan():
         gpipe().plan(model)
 
 
+def test_a_new_subclassed_model_has_a_plan_for_its_inputs():
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = keras.layers.Dense(4, "relu"), keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.last(self.first(x))
+
+    x, y = np.ones([8, 3], "float32"), np.ones([8, 2], "float32")
+    strategy = gpipe()
+    with strategy.scope():
+        model = Two()
+        model.compile("sgd", "mse")
+    plan = strategy.plan(model, x)
+    assert sum(len(stage.operations) for stage in plan.stages) == 2
+    assert "made outside" not in str(plan)
+    model.fit(x, y, verbose=0)
+    assert [stage.operations for stage in strategy.plan(model).stages] == [stage.operations for stage in plan.stages]
+
+
 # --- arguments ---
 
 

@@ -287,6 +287,20 @@ def test_the_callback_writes_files_and_scalars_and_goes(tmp_path):
     assert "Timestamp" not in op_types(model)
 
 
+def test_without_tensorboard_the_callback_writes_files_and_warns(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, model = dense_model()
+    with pytest.warns(UserWarning, match="no scalars, since TensorBoard is not installed"):
+        model.fit(normal(32, 6), normal(32, 11), 8, verbose=0, callbacks=[tf_gpipe.TimelineCallback(tmp_path, every=2)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002.json", "step_000004.json"]
+
+
+def test_a_training_too_short_to_be_measured_says_so(tmp_path):
+    _, model = dense_model()
+    with pytest.warns(UserWarning, match="measured nothing: training took 4 steps, and one in 100"):
+        model.fit(normal(32, 6), normal(32, 11), 8, verbose=0, callbacks=[tf_gpipe.TimelineCallback(tmp_path)])
+
+
 def test_a_step_during_which_the_clock_was_set_back_is_left_out(tmp_path, monkeypatch):
     _, model = dense_model()
     latest = tracing.Recorder.latest

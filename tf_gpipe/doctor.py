@@ -509,7 +509,9 @@ def report(facts: Facts, findings: Sequence[Finding]) -> str:
     """
     runtime = facts.runtime
     wheels = ", ".join(f"{name} {facts.packages[name]}" for name in facts.wheels)
-    logical = f"{', '.join(runtime.logical_devices)}: a process that has not started TensorFlow can make more CPUs"
+    logical = (
+        f"{', '.join(runtime.logical_devices)} in a trial: a process that has not started TensorFlow can make CPUs"
+    )
     unknown = "cannot be imported"
     lines = [
         ("python", f"{facts.python}, {facts.system}"),

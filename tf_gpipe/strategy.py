@@ -154,7 +154,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         """How a model is divided into stages.
 
         Args:
-            model: a Keras model that has been built: it has an `Input`, or has been called.
+            model: a Keras model that has an `Input`, or has been called, or comes with `inputs`.
             inputs: for a subclassed model, a structure of tensors or `tf.TensorSpec`s as its `call` takes them.
 
         Returns:
@@ -180,10 +180,14 @@ class GPipeStrategy(tf.distribute.Strategy):
                 f"Expected a model with a `call`, whose operations are cut into stages. Received: '{model.name}' "
                 f"({type(model).__name__}), which has none. Plan the models that its `train_step` calls."
             )
+        if inputs is not None and not preparation.is_built(model):
+            own = compat.strategy_of(model) is self
+            with self.scope() if own else contextlib.nullcontext():
+                preparation.build_if_needed(model, (inputs,), {"training": True})
         if not preparation.is_built(model):
             raise ModelError(
                 f"Expected a built model, whose shapes are known. Received: '{model.name}', which is not built. Give "
-                "it a `keras.Input`, or call it once on data."
+                "it a `keras.Input`, or pass inputs: `strategy.plan(model, x)`."
             )
         pipelines = self._pipelines_of(model)
         if inputs is None and compat.graph_of(model) is None and pipelines:

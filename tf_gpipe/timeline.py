@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from tf_gpipe.errors import ArgumentError, ScheduleError
@@ -75,8 +75,8 @@ class Timeline:
     """One training step as it was measured. `print(timeline)` shows it as a table.
 
     The recomputation inside a backward task is not measured apart. Where `remat` says that the task recomputes, its
-    beginning is taken to be recomputation, as long as the forward task of the same stage and micro-batch, and never
-    longer than the backward task.
+    beginning is taken to be recomputation, as long as the forward tasks of the stage (their median), and never longer
+    than the backward task.
 
     Args:
         schedule: the schedule that ran.
@@ -199,7 +199,7 @@ class Timeline:
         """
         if not recomputes(task, self.remat, self.schedule.num_micro_batches):
             return 0.0
-        return min(self._length(task), self._length(Task("forward", task.stage, task.micro_batch)))
+        return min(self._length(task), self._median_forward[task.stage])
 
     @functools.cached_property
     def shares(self) -> Shares:
@@ -347,6 +347,12 @@ class Timeline:
     def _deferred_ticks(self) -> list[int]:
         """For each device, how long it makes deferred gradients; a tick is a nanosecond."""
         return [round((end - start) / _NS) for start, end in self.weights] or [0] * self.schedule.num_devices
+
+    @functools.cached_property
+    def _median_forward(self) -> list[float]:
+        """For each stage, the median length of its forward tasks; the first one is often slow."""
+        order, stages = range(self.schedule.num_micro_batches), range(self.schedule.num_stages)
+        return [median(self._length(Task("forward", k, m)) for m in order) for k in stages]
 
     def _length(self, task: Task) -> float:
         return self.event(task).end - self.event(task).start

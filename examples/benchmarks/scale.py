@@ -95,7 +95,7 @@ def fits(options: Options) -> Report:
     Memory is that of the weights, and how far the resident size rises in a step: gradients, activations, buffers. K
     logical devices share one process, which gets K budgets, so for K > 1 it is the average over devices.
     """
-    budget = options.pick(128, 12) * MIB
+    budget = options.pick(192, 12) * MIB
     width, rows, count = options.pick((128, 8192, 16), (64, 1024, 4))
     variants = {"plain Keras": (1, {})}
     for stages in options.pick((1, 2, 4), (1,)):
