@@ -52,7 +52,7 @@ def test_what_is_faster_is_chosen_and_the_plan_says_why(monkeypatch, plain, comp
     model, wanted = train(strategy), train(None)
     assert not times
     assert pipeline_of(model, strategy).jit_compile is chosen
-    assert all(stage._jit_compile is chosen for stage in pipeline_of(model, strategy).stages)
+    assert all(stage.jit_compile is chosen for stage in pipeline_of(model, strategy).stages)
     last = str(strategy.plan(model)).splitlines()[-1]
     assert last.startswith("stages are compiled" if chosen else "stages are not compiled")
     assert f"{1e3 * compiled:.2f} ms with XLA and {1e3 * plain:.2f} without" in last

@@ -694,6 +694,12 @@ def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
             yield from all_operations(inner)
 
 
+def has_control_flow(graph: tf.Graph) -> bool:
+    """Whether a graph, or a function that it calls, has a loop or a branch."""
+    types = {"If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"}
+    return any(op.type in types for op in all_operations(graph))
+
+
 @contextlib.contextmanager
 def on_device(extended: OneDeviceExtended, device: str) -> Iterator[None]:
     """Lets a one-device strategy act on another device, for the update of a variable that stands there."""

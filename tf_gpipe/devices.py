@@ -95,6 +95,7 @@ def is_cpu(device: str) -> bool:
 
 def _devices_of_kind(kind: str | None, num_stages: int | None) -> list[str]:
     kinds = {None: ("GPU", "CPU"), "cpu": ("CPU",), "gpu": ("GPU",), "tpu": ("TPU",)}
+    kind = kind and kind.lower()
     if kind not in kinds:
         raise DeviceError(
             "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1'], or "
@@ -105,12 +106,11 @@ def _devices_of_kind(kind: str | None, num_stages: int | None) -> list[str]:
         if names and len(names) >= (num_stages or 1):
             return names[:num_stages]
     found = " and ".join(f"{len(names)} {_PLURAL[name]}" for name, names in there.items())
-    advice = (
-        f"Use fewer stages, or call `tf_gpipe.set_logical_cpus({num_stages})` at the beginning of the program to run "
-        "the stages on logical CPU devices."
-    )
+    wanted = num_stages or 1
+    advice = f"call `tf_gpipe.set_logical_cpus({wanted})` at the beginning of the program to run on logical CPU devices"
     raise DeviceError(
-        f"Expected at least {num_stages or 1} devices for num_stages={num_stages}. Received: {found}. {advice}"
+        f"Expected at least {wanted} device{'s' if wanted > 1 else ''} for num_stages={num_stages}. Received: {found}. "
+        f"Use fewer stages, or {'' if 'CPU' in there else 'leave `devices` out and '}{advice}."
     )
 
 
@@ -153,7 +153,7 @@ def ring(topology: Any) -> list[str]:
 
 
 def _known_devices(devices: Sequence[str]) -> list[str]:
-    if not all(isinstance(name, str) for name in devices) or not devices:
+    if not isinstance(devices, Sequence) or not devices or not all(isinstance(name, str) for name in devices):
         raise DeviceError(
             "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1']. "
             f"Received: devices={devices!r}."

@@ -25,6 +25,7 @@ from keras import tree
 
 from tf_gpipe import compat
 from tf_gpipe.errors import ModelError
+from tf_gpipe.values import is_differentiable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TensorSpec:
     @property
     def is_float(self) -> bool:
         """Whether gradients flow through it."""
-        return tf.as_dtype(self.dtype).is_floating
+        return is_differentiable(tf.as_dtype(self.dtype))
 
     def of_any_batch(self) -> TensorSpec:
         """The same without a batch size: a Sequential model that was built from data notes the size of that batch."""

@@ -33,7 +33,7 @@ from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import Forward, ForwardResult, Signature, flatten_inputs
 from tf_gpipe.tasks import Remat, recomputes
 from tf_gpipe.trial import xla_pays
-from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, kind_of
+from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, is_differentiable, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,13 @@ class Pipeline:
         stages = [stage for stage in self.plan.stages if stage.steps]
         return [Stage(stage, jit_compile=compiled, deferral=deferral) for stage in stages]
 
-    def try_xla(self, training: bool | None, kinds: Mapping[Ref, Any]) -> bool:
+    def try_xla(self, training: bool | None, kinds: Mapping[Ref, Any], forwards: Sequence[Forward]) -> bool:
         """Settles `jit_compile="auto"`, if the shapes of what is between the stages are known.
+
+        Args:
+            training: the training flag.
+            kinds: kinds of the value and of the mask of everything that there is.
+            forwards: the forward functions of the stages.
 
         Returns whether the stages are to be compiled from now on.
         """
@@ -83,7 +88,12 @@ class Pipeline:
         compiled = self._make_stages(compiled=True)
         pairs = zip(self.stages, compiled, strict=True)
         most = max(pairs, key=lambda pair: len(pair[0].plan.steps))
-        found = xla_pays(*most, training, kinds)
+        branching = [str(stage.index) for stage, forward in zip(self.stages, forwards, strict=True) if forward.branches]
+        if branching:
+            reason = f"XLA may not know the gradient of a loop or branch in stage {', '.join(branching)}"
+            found: tuple[bool, str] | None = (False, f"stages are not compiled: {reason}")
+        else:
+            found = xla_pays(*most, training, kinds)
         if found is None:
             return False
         self.jit_compile, reason = found
@@ -161,7 +171,7 @@ class Call:
             self._split_inputs()
         kept = self._kept_micro_batches() if recording and self.training else set()
         self._trace(recording, keep=bool(kept))
-        if self.pipeline.try_xla(self.training, self.specs):
+        if self.pipeline.try_xla(self.training, self.specs, self.forwards):
             self.stages = self.pipeline.stages
             self._trace(recording, keep=bool(kept))
         self._refuse_forward_mode()
@@ -238,7 +248,7 @@ class Call:
     def _refuse_composite(self, stage: Stage, ref: Ref) -> None:
         """No gradient is handed from stage to stage for the values of a ragged or sparse tensor."""
         kind, _ = self.specs[ref]
-        if kind is not None and not is_dense(kind) and kind.dtype.is_floating:
+        if kind is not None and not is_dense(kind) and is_differentiable(kind.dtype):
             step = next(step for step in stage.plan.steps if ref in step.outputs)
             raise ModelError(
                 "Expected dense tensors where gradients leave a stage. Received: a ragged or sparse one, made by "

@@ -33,7 +33,7 @@ from tf_gpipe.stage_functions import (
     input_specs,
     unflatten,
 )
-from tf_gpipe.values import Kind, has_gradient
+from tf_gpipe.values import Kind, has_gradient, is_differentiable
 
 
 class Stage:
@@ -89,7 +89,7 @@ class Stage:
             signature = self._signature(training, kinds)
             if needs_gradient is not None and signature not in self._forwards:
                 recorded = self.recorded(signature, tuple(needs_gradient[ref] for ref in signature.inputs))
-                if recorded is not None:
+                if recorded is not None and self.keeps(recorded):
                     self._forwards[signature] = recorded.forward
             forward = self.forward(signature)
             # Tracing may find weights that no layer of the stage owns: of a layer of another stage, say.
@@ -162,20 +162,20 @@ class Stage:
         """The forward pass on a tape and the backward pass from all that has a gradient; traced the first time.
 
         Returns:
-            None where there is nothing to take a gradient of, or no way: an operation has no gradient. The error comes
-            where a gradient is asked for.
+            None where there is nothing to take a gradient of, or no way: an operation has no gradient, say. The error
+            comes where a gradient is asked for.
         """
         key = signature, wanted
         if key not in self._recorded:
             self._recorded[key] = None
             if any(wanted) or self.trained(signature):
-                with contextlib.suppress(LookupError):
+                with contextlib.suppress(Exception):
                     self._recorded[key] = self._trace_recorded(signature, wanted)
         return self._recorded[key]
 
     def keeps(self, recorded: Recorded) -> bool:
-        """Whether a micro-batch's activations can be kept; XLA cannot return the lists of tensors that loops keep."""
-        return not (self.jit_compile and recorded.keeps_lists)
+        """Whether a micro-batch's activations can be kept; XLA does not know what loops and branches keep."""
+        return not (self.jit_compile and recorded.branches)
 
     def _trace_recorded(self, signature: Signature, wanted: tuple[bool, ...]) -> Recorded:
         gives = GradientLayout(self.trained(signature), self._deferral)
@@ -255,7 +255,7 @@ class Stage:
 
         def second(*flat: tf.Tensor) -> list[tf.Tensor]:
             with tf.GradientTape() as outer:
-                outer.watch([tensor for tensor in flat if tensor.dtype.is_floating])
+                outer.watch([tensor for tensor in flat if is_differentiable(tensor.dtype)])
                 tape, body, sources, rest = self._run_recorded(flat, forward.given, signature, kind.wanted)
                 given, rest = list(rest[: len(d_specs)]), rest[len(d_specs) :]
                 made = tape.gradient(kind.targets(body), sources, output_gradients=given)

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import compat
 from tf_gpipe.body import Body
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
@@ -79,6 +80,7 @@ class Forward:
         loss_owners: that layer.
         moments_of: the batch-norm layer of each group of moments.
         normalised: layers whose kernels are to be normalised before the first micro-batch.
+        branches: whether there is a loop or a branch in it, which keeps lists of tensors, or options, for its gradient.
     """
 
     function: Callable[..., list[tf.Tensor]]
@@ -90,9 +92,10 @@ class Forward:
     loss_owners: tuple[keras.Layer, ...]
     moments_of: tuple[keras.layers.BatchNormalization, ...]
     normalised: tuple[keras.layers.SpectralNormalization, ...]
+    branches: bool
 
     @classmethod
-    def of(cls, function: Callable[..., list[tf.Tensor]], given: Given, made: Body) -> Forward:
+    def of(cls, function: Any, given: Given, made: Body) -> Forward:
         """For a function that runs a stage's operations, and what they gave when it was traced."""
         return cls(
             function,
@@ -104,6 +107,7 @@ class Forward:
             tuple(made.loss_owners),
             tuple(m.layer for m in made.moments),
             tuple(made.normalised),
+            compat.has_control_flow(function.graph),
         )
 
     def take(self, flat: Sequence[tf.Tensor]) -> ForwardResult:
@@ -185,7 +189,7 @@ class Recorded:
 
     def __init__(
         self,
-        forward: Callable[..., list[tf.Tensor]],
+        forward: Any,
         made: Forward,
         num_outputs: int,
         kind: BackwardKind,
@@ -204,9 +208,9 @@ class Recorded:
         self._d_specs = kind.specs(made.values, made.losses)
 
     @property
-    def keeps_lists(self) -> bool:
-        """Whether lists of tensors are among the residuals, which loops keep."""
-        return any(tensor.dtype == tf.variant for tensor in self._residuals.kept)
+    def branches(self) -> bool:
+        """Whether there is a loop or a branch in it."""
+        return self._made.branches
 
     @functools.cached_property
     def forward(self) -> Forward:

@@ -228,6 +228,8 @@ def ended(recorder: Recorder | None, made: Sequence[tf.Tensor], device: str) -> 
 
 def check_traceable(strategy: GPipeStrategy, model: keras.Model) -> None:
     """Raises an error if steps of a model cannot be measured."""
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"Expected a compiled keras.Model. Received: {type(model).__name__}.")
     others = [device for device in strategy.devices if not is_cpu(device)]
     if others:
         raise DeviceError(

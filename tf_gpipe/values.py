@@ -21,8 +21,13 @@ def is_dense(value: Value | Kind) -> bool:
 
 
 def has_gradient(kind: Kind | None) -> bool:
-    """Whether gradients flow through values of a kind: dense and of a floating-point dtype."""
-    return kind is not None and is_dense(kind) and kind.dtype.is_floating
+    """Whether gradients flow through values of a kind: dense, and of a dtype that has gradients."""
+    return kind is not None and is_dense(kind) and is_differentiable(kind.dtype)
+
+
+def is_differentiable(dtype: tf.DType) -> bool:
+    """Whether gradients flow through numbers of a dtype: floating-point and complex ones."""
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def kind_of(value: Value | None, shape: Sequence[int | None] | None = None) -> Kind | None:
