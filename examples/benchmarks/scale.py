@@ -98,7 +98,7 @@ def fits(options: Options) -> Report:
     budget = options.pick(192, 12) * MIB
     width, rows, count = options.pick((128, 8192, 16), (64, 1024, 4))
     variants = {"plain Keras": (1, {})}
-    for stages in options.pick((1, 2, 4), (1,)):
+    for stages in options.pick((1, 2), (1,)):
         more = {"stages": stages, "micro_batches": count, "remat": "always"}
         variants[f"K={stages} M={count} always"] = (stages, more)
     table = []
