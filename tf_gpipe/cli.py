@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tf_gpipe import doctor
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(options.run(options))
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: Any) -> None:
     summary = "what is installed, which devices there are, what is wrong and what mends it"
     command = commands.add_parser(
         "doctor", help=summary, description=f"Tells {summary}. Exit code 1 if there is a fault."
