@@ -95,17 +95,17 @@ def is_cpu(device: str) -> bool:
 
 def _devices_of_kind(kind: str | None, num_stages: int | None) -> list[str]:
     kinds = {None: ("GPU", "CPU"), "cpu": ("CPU",), "gpu": ("GPU",), "tpu": ("TPU",)}
-    kind = kind and kind.lower()
-    if kind not in kinds:
+    name = kind and kind.lower()
+    if name not in kinds:
         raise DeviceError(
             "Expected `devices` to be a list of device names, one for each stage, such as ['/GPU:0', '/GPU:1'], or "
             f"'cpu', 'gpu' or 'tpu'. Received: devices={kind!r}."
         )
-    there = {name: start_tpus() if name == "TPU" else _full_names(name) for name in kinds[kind]}
+    there = {key: start_tpus() if key == "TPU" else _full_names(key) for key in kinds[name]}
     for names in there.values():
         if names and len(names) >= (num_stages or 1):
             return names[:num_stages]
-    found = " and ".join(f"{len(names)} {_PLURAL[name]}" for name, names in there.items())
+    found = " and ".join(f"{len(names)} {_PLURAL[key]}" for key, names in there.items())
     wanted = num_stages or 1
     advice = f"call `tf_gpipe.set_logical_cpus({wanted})` at the beginning of the program to run on logical CPU devices"
     raise DeviceError(
