@@ -85,7 +85,7 @@ def test_own_partition():
     assert operations == [4, 4, 4, 4, 7, 1]
     steps = figures(printed, "gpipe: 2 stages, 8 micro-batches, step")
     assert len(steps) == 3
-    assert figure(printed, "a step takes") == pytest.approx(steps[-1] / steps[0], abs=0.1)
+    assert "a step takes" not in printed  # of so short a one nothing can be said
     assert figure(printed, "largest difference of any weight") < 1e-6
 
 
