@@ -69,10 +69,9 @@ class Buffers:
         """
         if not compiled:
             return [tf.zeros([], dtype) for dtype in self.dtypes]
-        sizes = [[math.prod(weights[i].shape) for i in group] for group in self.groups]
         shapes = [
-            weights[group[0]].shape if len(group) == 1 else [sum(size)]
-            for group, size in zip(self.groups, sizes, strict=True)
+            weights[group[0]].shape if len(group) == 1 else [sum(math.prod(weights[i].shape) for i in group)]
+            for group in self.groups
         ]
         return [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, self.dtypes, strict=True)]
 

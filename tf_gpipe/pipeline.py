@@ -85,15 +85,15 @@ class Pipeline:
         """
         if self.jit_compile != "auto" or not self.stages:
             return False
-        compiled = self._make_stages(compiled=True)
-        pairs = zip(self.stages, compiled, strict=True)
-        most = max(pairs, key=lambda pair: len(pair[0].plan.steps))
+        compiled = self.stages
         branching = [str(stage.index) for stage, forward in zip(self.stages, forwards, strict=True) if forward.branches]
         if branching:
             reason = f"XLA may not know the gradient of a loop or branch in stage {', '.join(branching)}"
             found: tuple[bool, str] | None = (False, f"stages are not compiled: {reason}")
         else:
-            found = xla_pays(*most, training, kinds)
+            compiled = self._make_stages(compiled=True)
+            pairs = zip(self.stages, compiled, strict=True)
+            found = xla_pays(*max(pairs, key=lambda pair: len(pair[0].plan.steps)), training, kinds)
         if found is None:
             return False
         self.jit_compile, reason = found

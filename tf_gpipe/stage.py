@@ -138,7 +138,7 @@ class Stage:
         while True:
             given = Given(tuple(states.values()), tuple(fixed.values()))
             function, made = trace(given)
-            read = {key: v for key, v in made.read.items() if key not in states and key not in made.assigned}
+            read = _only_read(made, given)
             if _is_complete(made, given):
                 break
             states.update(made.assigned)  # trace again with what was missing as input
@@ -354,8 +354,13 @@ class Stage:
                 )
 
 
+def _only_read(made: Body, given: Given) -> dict[int, keras.Variable]:
+    """Variables that the stage's operations read and never assign, by identity."""
+    states = {id(v) for v in given.states}
+    return {key: v for key, v in made.read.items() if key not in states and key not in made.assigned}
+
+
 def _is_complete(made: Body, given: Given) -> bool:
     """Whether a function was given every variable that the stage's operations assign, and every other they read."""
     states, fixed = ({id(v) for v in variables} for variables in (given.states, given.fixed))
-    read = {key for key in made.read if key not in states and key not in made.assigned}
-    return set(made.assigned) <= states and read <= fixed
+    return set(made.assigned) <= states and set(_only_read(made, given)) <= fixed
