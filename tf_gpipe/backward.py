@@ -90,13 +90,26 @@ class _Totals:
 
     def unpack(self) -> None:
         """Divides the buffers into the gradients of weights, when all tasks have been taken."""
-        for k, (stage, weights, summed) in enumerate(zip(self.call.stages, self.trained, self.summed, strict=True)):
-            with tf.device(stage.device):
-                for at, group in enumerate(self.buffers[k].groups):
-                    if summed.intersection(group):
-                        for i, part in self.buffers[k].unpack(at, weights, self.sums[k][at]).items():
-                            if i in summed:
-                                self.parts[k].setdefault(i, []).append(part)
+        for k, summed in enumerate(self.summed):
+            for i, part in self._divided(k).items():
+                if i in summed:
+                    self.parts[k].setdefault(i, []).append(part)
+
+    def _divided(self, k: int) -> dict[int, tf.Tensor]:
+        """The sums in a stage's buffers, by the position of their weights."""
+        stage, buffers, weights, sums = self.call.stages[k], self.buffers[k], self.trained[k], self.sums[k]
+        used = [at for at, group in enumerate(buffers.groups) if self.summed[k].intersection(group)]
+        shared = [at for at in used if len(buffers.groups[at]) > 1]
+
+        def weight_gradients(*totals: tf.Tensor) -> list[dict[int, tf.Tensor]]:
+            return [buffers.unpack(at, weights, total) for at, total in zip(shared, totals, strict=True)]
+
+        with tf.device(stage.device):
+            found = [buffers.unpack(at, weights, sums[at]) for at in used if at not in shared]
+        if shared:
+            key = (*map(id, weights), *shared)
+            found += stage.programs.run(key, weight_gradients, [sums[at] for at in shared])
+        return {i: part for parts in found for i, part in parts.items()}
 
     def of(self, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices | None:
         """Gradient of a weight, summed over micro-batches and over the stages that use it."""

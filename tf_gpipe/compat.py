@@ -24,6 +24,8 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
+| `Variable._direct_assign` | an assignment inside a stateless scope that is to happen |
+| `TFOptimizer` | which functions of Keras's optimizers only update variables, one after the other |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
 | handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
 """
@@ -42,6 +44,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
@@ -240,6 +243,37 @@ class RecordingScope(keras.StatelessScope):
         """Called by `variable.value` inside the scope."""
         self.read[id(variable)] = variable
         return super().get_current_value(variable)
+
+
+class ElsewhereScope(keras.StatelessScope):
+    """A scope for a function of one device, which is given what it reads of Keras's variables of other devices.
+
+    Args:
+        device: full name of the device.
+        given: such variables, with their values.
+
+    Attributes:
+        missing: further ones that were read, by identity.
+    """
+
+    def __init__(self, device: str, given: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+        super().__init__()
+        self._device = device
+        self._given = {id(variable): value for variable, value in given}
+        self.missing: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Called by `variable.assign` inside the scope: it assigns, as without one."""
+        variable, value = update
+        variable._direct_assign(value)
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Called by `variable.value` inside the scope; None for the variable itself."""
+        if id(variable) in self._given:
+            return self._given[id(variable)]
+        if not _is_on(raw_variable(variable).device, self._device):
+            self.missing[id(variable)] = variable
+        return None
 
 
 # --- models called inside `strategy.run` -----------------------------------------------------------------------------
@@ -503,6 +537,16 @@ def add_note(error: BaseException, note: str) -> None:
 # --- calling functions on their devices ---
 
 
+def uses_only(function: Any, device: str) -> bool:
+    """Whether all variables that a traced function uses are on a device."""
+    return all(_is_on(t.device, device) for t in function.captured_inputs if t.dtype == tf.resource)
+
+
+def _is_on(full_name: str, device: str) -> bool:
+    here = tf.DeviceSpec.from_string(full_name)
+    return bool(here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here)
+
+
 class PlacedFunction:
     """A traced function of flat tensors that runs on one device.
 
@@ -525,9 +569,7 @@ class PlacedFunction:
         self._device = device
         self._remote: Any = None
         self._reads: list[int] = []
-        here = tf.DeviceSpec.from_string(device)
-        homes = [tf.DeviceSpec.from_string(t.device) for t in function.captured_inputs if t.dtype == tf.resource]
-        if is_cpu(device) and all(home.make_merged_spec(here) == home for home in homes):
+        if is_cpu(device) and uses_only(function, device):
             specs = [tf.TensorSpec(t.shape, t.dtype) for t in function.inputs[: len(function.inputs) - self._captures]]
 
             def remote(*flat: tf.Tensor) -> list[tf.Tensor]:
@@ -606,8 +648,7 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     references. Functions traced before know the old copy; it is left without a value, so that they fail where they
     would go on with weights that nobody trains. Place a model before tracing functions of your own.
     """
-    here = tf.DeviceSpec.from_string(variable.device)
-    if here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here:
+    if _is_on(variable.device, device):
         return
     with tf.init_scope(), tf.device(device):
         # `tf.Variable` would ask the strategy where to put it.
@@ -646,6 +687,15 @@ def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.
     return assigned
 
 
+def only_updates(fn: Any) -> bool:
+    """Whether a function that Keras hands to `merge_call` does nothing but update variables, one after the other.
+
+    These are the functions that Keras has for TensorFlow: they update weights, decay them, or add to gradients that are
+    accumulated over steps.
+    """
+    return getattr(fn, "__module__", None) == TFOptimizer.__module__
+
+
 def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras.Variable]]:
     """Pairs (weight, slot) of all slots that an optimizer has made beside its weights."""
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -655,9 +705,10 @@ def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras
     if not weights:
         return
     for value in list(vars(optimizer).values()):
-        if value is not weights and isinstance(value, list) and len(value) == len(weights):
+        others = value is weights or value is optimizer._variables
+        if isinstance(value, list) and len(value) == len(weights) and not others:
             for weight, slot in zip(weights, value, strict=True):
-                if isinstance(slot, keras.Variable) and slot.shape == weight.shape:
+                if isinstance(slot, keras.Variable):
                     yield weight, slot
 
 

@@ -166,7 +166,7 @@ class Call:
         """The forward pass; tapes learn how to go back."""
         recording = compat.is_recording()
         if recording and self.training is not False:
-            self.recorder = tracing.recorder_of(self.schedule, self.pipeline.remat, len(self.stages))
+            self.recorder = tracing.recorder_of(self.schedule, self.pipeline.remat, self.stages)
         with compat.stop_recording(), tf.device(_host_of(self.inputs)):
             self._split_inputs()
         kept = self._kept_micro_batches() if recording and self.training else set()
@@ -298,7 +298,7 @@ class Call:
                 tf.name_scope(scope),
                 tf.device(stage.device),
                 tf.control_dependencies(before),
-                tracing.started(self.recorder, (kind, task.stage, task.micro_batch), arrived),
+                tracing.started(self.recorder, (kind, task.stage, task.micro_batch), arrived, stage.device),
             ):
                 yield
         except Exception as error:
@@ -365,10 +365,11 @@ class Call:
         self.states.assign()
         for k, forward in enumerate(self.forwards):
             results = [self.results[Task("forward", k, m)] for m in range(len(self.rows))]
-            with tf.device(self.stages[k].device):
-                for i, layer in enumerate(forward.moments_of):
-                    groups = [self._counted(result.moments[i], m) for m, result in enumerate(results)]
-                    state.update_moving_averages(layer, *state.pool(groups))
+            groups = [
+                [self._counted(result.moments[i], m) for m, result in enumerate(results)]
+                for i in range(len(forward.moments_of))
+            ]
+            self.stages[k].update_moving_averages(forward.moments_of, groups)
 
     def _counted(self, moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor], m: int) -> tuple[tf.Tensor, ...]:
         mean, variance, count = moments

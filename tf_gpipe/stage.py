@@ -33,6 +33,7 @@ from tf_gpipe.stage_functions import (
     input_specs,
     unflatten,
 )
+from tf_gpipe.updates import Programs
 from tf_gpipe.values import Kind, has_gradient, is_differentiable
 
 
@@ -53,6 +54,7 @@ class Stage:
         self._choices = state.Choices()
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self.jit_compile = jit_compile
+        self.programs = Programs(plan.device, compiled=jit_compile)
         self._deferral = deferral
         self._deferred: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._forwards: dict[Signature, Forward] = {}
@@ -312,6 +314,22 @@ class Stage:
 
             self._deferred[key] = self._place(self._concrete(None, weight_gradients, specs))
         return self._deferred[key](*flat)
+
+    # --- once for a mini-batch ---
+
+    def update_moving_averages(
+        self, layers: Sequence[keras.layers.BatchNormalization], moments: Sequence[Sequence[tuple[tf.Tensor, ...]]]
+    ) -> None:
+        """Moves the averages of batch-norm layers by what their micro-batches gave: (mean, variance, count) of each."""
+
+        def moving_averages(*flat: tf.Tensor) -> None:
+            left = iter(flat)
+            for layer, groups in zip(layers, moments, strict=True):
+                state.update_moving_averages(layer, *state.pool([(next(left), next(left), next(left)) for _ in groups]))
+
+        tensors = [tensor for groups in moments for group in groups for tensor in group]
+        if layers:
+            self.programs.run(tuple((id(layer), len(moments[0])) for layer in layers), moving_averages, tensors)
 
     # --- tracing ---
 

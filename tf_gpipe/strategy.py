@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, preparation, tracing
+from tf_gpipe import compat, model_graph, preparation, tracing, updates
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.input_dataset import InputDataset
@@ -28,6 +28,7 @@ from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES, Remat
 from tf_gpipe.timeline import Timeline
+from tf_gpipe.updates import Programs
 from tf_gpipe.values import Value, is_dense
 
 _placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
@@ -104,6 +105,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition)
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
+        self._programs: weakref.WeakValueDictionary[str, Programs] = weakref.WeakValueDictionary()
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 
@@ -149,6 +151,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(ModelError):  # raised again where the model is called, if it is
                 self._pipeline(model, x, training=True)
+        _place_slots(model)
 
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
@@ -233,8 +236,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             The timeline of the second step, in seconds since 1970.
 
         Raises:
-            ValueError: the model is another's, is not compiled or runs eagerly; stages stand on accelerators (use the
-                TensorFlow profiler); or the training step does not call one model once for one gradient.
+            ValueError: the model is another's, is not compiled or runs eagerly; or the training step does not call one
+                model once for one gradient.
 
         Example:
             >>> strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=4)
@@ -295,10 +298,7 @@ class GPipeStrategy(tf.distribute.Strategy):
                 if id(raw) not in _placed and id(variable) not in loaded:
                     compat.move_variable(raw, stage.device)
                     _placed[id(raw)] = raw
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None:
-            for weight, slot in compat.slots_of(optimizer):
-                compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
+        _place_slots(model)
 
     def _call_model(
         self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any
@@ -335,6 +335,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         pipeline = self._pipeline(model, inputs, training)
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
+        self._programs.update({stage.device: stage.programs for stage in pipeline.stages if stage.jit_compile})
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
@@ -378,7 +379,8 @@ class _Extended(compat.OneDeviceExtended):
         """New variables are made on the host, or beside the one they belong to; stages fetch theirs when placed."""
         beside = kwargs.pop("colocate_with", None)
         device = getattr(beside, "device", None) or "/CPU:0"
-        with tf.device(device):
+        # Made inside a step (slots), its initial value must not wait for the step's data: it is lifted out.
+        with tf.device(device), tf.control_dependencies(None):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -399,6 +401,8 @@ class _Extended(compat.OneDeviceExtended):
             super()._validate_colocate_with_variable(colocate_with_variable)
 
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        if updates.put_off((var, fn, args, kwargs)):
+            return None
         with compat.on_device(self, var.device):
             return super()._update(var, fn, args, kwargs, group)
 
@@ -407,6 +411,13 @@ class _Extended(compat.OneDeviceExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
         return InputDataset(dataset_fn(tf.distribute.InputContext()))
+
+
+def _place_slots(model: keras.Model) -> None:
+    """Moves the slots that a model's optimizer has made to the devices of their weights."""
+    optimizer = getattr(model, "optimizer", None)
+    for weight, slot in compat.slots_of(optimizer) if optimizer is not None else ():
+        compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
 
 
 def _first_tensor(values: Any) -> list[tf.Tensor]:
@@ -426,6 +437,13 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """The value itself."""
         return value
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function across all replicas, of which there is one."""
+        if tf.executing_eagerly() or not compat.only_updates(merge_fn):
+            return super().merge_call(merge_fn, args, kwargs)
+        with updates.gathered(dict(self.strategy._programs)):
+            return super().merge_call(merge_fn, args, kwargs)
 
 
 def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:
