@@ -429,9 +429,61 @@ def test_models_that_cannot_be_traced(monkeypatch, tmp_path):
         loose.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="which runs eagerly"):
         strategy.trace(loose, data)
-    monkeypatch.setattr(strategy, "_devices", ["/GPU:0", *strategy.devices[1:]])
-    with pytest.raises(ValueError, match=r"Received: \['/GPU:0'\]. Use the TensorFlow profiler"):
-        strategy.trace(model, data)
+
+
+# --- accelerators ---
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """The way times are taken on devices whose operations are done for TensorFlow when they are in a queue."""
+    monkeypatch.setattr(tracing, "is_cpu", lambda device: False)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_timeline_of_accelerators(accelerators, jit_compile):
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile=jit_compile)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = model_with_state()
+        model.compile("adam", "mse", jit_compile=False)
+    before = all_values(model)
+    timeline = strategy.trace(model, state_data(8))
+    assert len(timeline.events) == 2 * 2 * 4
+    assert sum(timeline.shares) == pytest.approx(1.0)
+    for now, then in zip(all_values(model), before, strict=False):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_times_of_an_accelerator_wait_for_numbers_from_it(accelerators, monkeypatch):
+    """A control dependency would only wait for the queue."""
+    recorders = []
+    monkeypatch.setattr(tracing.Recorder, "finish", lambda recorder: recorders.append(recorder))
+    strategy, model = made(
+        lambda: keras.Sequential([keras.Input([6]), L.Dense(8), L.Dense(11)]), stages=2, remat="always"
+    )
+    strategy.place(model)
+
+    @tf.function
+    def step(x, y):
+        return strategy.run(model.train_step, ((x, y),))
+
+    tracer = tracing.start_tracing(strategy)
+    step.get_concrete_function(tf.zeros([8, 6]), tf.zeros([8, 11]))
+    tracing.stop_tracing(strategy, tracer)
+    recorder = recorders[-1]  # of two traces, since the first makes the slots
+    times = {key: times for key, times in recorder._times.items() if len(times) == 3}  # no gradient is deferred
+    assert len(times) == 2 * 2 * 4
+    for (kind, stage, m), (ready, _, end) in times.items():
+        assert ready.device.endswith("CPU:0")
+        assert end.device.endswith("CPU:0")
+        (copy,) = end.op.control_inputs
+        assert (copy.type, copy.device[-5:]) == ("Identity", "CPU:0")
+        number = copy.inputs[0].op
+        assert (number.type, number.device) == ("StridedSlice", strategy.devices[stage])
+        assert f"stage_{stage}/micro_batch_{m}/{kind}/" in number.inputs[0].op.inputs[0].name  # of what the task made
+    arrived = [op for op in times["forward", 1, 0][0].op.control_inputs if op.type == "Identity"]
+    assert [op.inputs[0].device for op in arrived] == [strategy.devices[1]]  # there, and not where it was made
 
 
 # --- what is sent ---

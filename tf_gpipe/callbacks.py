@@ -37,8 +37,8 @@ class TimelineCallback(keras.callbacks.Callback):
         every: steps from one measured step to the next, at least 1. Step 1 is never measured, since it is start-up.
 
     Raises:
-        ValueError: `every` is below 1; during `fit`, the model is not one of a `GPipeStrategy`'s scope, its stages
-            stand on accelerators, or its training step is one that `GPipeStrategy.trace` refuses.
+        ValueError: `every` is below 1; during `fit`, the model is not one of a `GPipeStrategy`'s scope, or its training
+            step is one that `GPipeStrategy.trace` refuses.
 
     Example:
         >>> with tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2).scope():

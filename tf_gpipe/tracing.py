@@ -12,8 +12,9 @@ device:
 operations and their order stay as they are. A step begins when its mini-batch is there and ends after every operation
 that assigns something. All times go into one variable on the host, which keeps those of the latest step.
 
-On an accelerator an operation is done for TensorFlow when it is in the device's queue, and such times would mean
-nothing; the TensorFlow profiler measures there.
+On an accelerator an operation is done for TensorFlow when it is in the device's queue. There the time is taken on the
+host, when a number has arrived that was made on the device last: what was in the queue before is over then
+(docs/decisions/0011-times-on-accelerators.md).
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ import tensorflow as tf
 
 from tf_gpipe import compat
 from tf_gpipe.devices import is_cpu
-from tf_gpipe.errors import ArgumentError, DeviceError, ModelError
+from tf_gpipe.errors import ArgumentError, ModelError
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.tasks import Remat, Task
 from tf_gpipe.timeline import Event, Timeline
 
 if TYPE_CHECKING:
+    from tf_gpipe.stage import Stage
     from tf_gpipe.strategy import GPipeStrategy
 
 Key = tuple[str, int, int]
@@ -70,8 +72,7 @@ class Tracer:
         for problem in (recorder.problem for recorder in self.recorders if recorder.problem):
             raise ModelError(
                 f"Expected a training step that calls one model once and takes its gradient once. Received: {problem}. "
-                "Measure it with the TensorFlow profiler (`tf.profiler.experimental`) instead, whose events carry the "
-                "names of tasks, stage_0/micro_batch_0/forward."
+                "Look at it with the TensorFlow profiler (`tf.profiler.experimental`) instead."
             )
 
 
@@ -90,30 +91,34 @@ class Recorder:
         self._open: Key | None = None
         self._variable: tf.Variable | None = None
         self._schedule: Schedule | None = None
+        self._stages: Sequence[Stage] = ()
 
     @property
     def is_used(self) -> bool:
         """Whether the step called a model."""
         return self._schedule is not None
 
-    def begin_call(self, schedule: Schedule, remat: Remat, num_stages: int) -> None:
+    def begin_call(self, schedule: Schedule, remat: Remat, stages: Sequence[Stage]) -> None:
         """A model is called on a tape."""
         if self._schedule is not None:
             self._refuse("several calls")
-        elif not num_stages:
+        elif not stages:
             self._refuse("a model without operations")
-        self._schedule, self._remat = schedule, remat
+        self._schedule, self._remat, self._stages = schedule, remat, stages
 
-    def start(self, key: Key, arrived: Sequence[tf.Tensor]) -> tf.Tensor:
+    def start(self, key: Key, arrived: Sequence[tf.Tensor], device: str) -> tf.Tensor:
         """Takes the time when `arrived` is there, and when the operations that are open as control inputs are done."""
         if key in self._times or key[0] == "second":
             self._refuse("gradients of gradients, or several gradients of one call")
         if tf.compat.v1.get_default_graph() is not self._graph:
             self._refuse("a call inside a loop, a condition or a function of its own")
-        with tf.control_dependencies(None), tf.control_dependencies([*arrived, *self._inside([self._begin])]):
-            ready = compat.timestamp()
-        with tf.control_dependencies([ready]):
-            start = compat.timestamp()
+        with tf.device(_clock_of(device)):
+            with tf.control_dependencies(None):
+                there = [copy for tensor in arrived for copy in _on_host([tensor], device)]
+                with tf.control_dependencies([*there, *self._inside([self._begin])]):
+                    ready = compat.timestamp()
+            with tf.control_dependencies([ready]):
+                start = compat.timestamp()
         self._times[key], self._open = [ready, start], key
         return start
 
@@ -121,7 +126,9 @@ class Recorder:
         """Takes the time when everything that was made is there."""
         if self._open is None:
             return made[0].op
-        with tf.device(device), tf.control_dependencies(None), tf.control_dependencies(made):
+        with tf.device(_clock_of(device)), tf.control_dependencies(None):
+            there = _on_host(made, device)
+        with tf.device(_clock_of(device)), tf.control_dependencies(None), tf.control_dependencies(there):
             end = compat.timestamp()
         self._times[self._open].append(end)
         self._open = None
@@ -136,7 +143,9 @@ class Recorder:
         self._times = {key: times for key, times in self._times.items() if len(times) == 3}
         operations = [op for op in self._graph.get_operations() if op.op_def.is_stateful and op.type not in _NO_TIMES]
         with tf.device("/CPU:0"):
-            with tf.control_dependencies([*operations, *(times[-1] for times in self._times.values())]):
+            with tf.control_dependencies(operations):
+                updated = self._updated()
+            with tf.control_dependencies([*operations, *updated, *(times[-1] for times in self._times.values())]):
                 end = compat.timestamp()
             every = [self._begin, *(time for times in self._times.values() for time in times), end]
             self._variable = compat.free_variable(np.zeros(len(every)))
@@ -167,12 +176,37 @@ class Recorder:
         spans = tuple((start, until) for _, start, until in weights)
         return Timeline(schedule, tuple(events.values()), begin, end, self._remat, spans)
 
+    def _updated(self) -> list[tf.Tensor]:
+        """What to wait for until the weights of accelerators are updated, and not only their updates in the queue."""
+        found = []
+        for stage in self._stages:
+            weights = [compat.raw_variable(weight) for weight in stage.weights]
+            if weights and not is_cpu(stage.device):
+                found += _on_host([weights[-1].read_value()], stage.device)
+        return found
+
     def _inside(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Those of the graph that is being made: others cannot be waited for."""
         return [t for t in tensors if t.graph is tf.compat.v1.get_default_graph()]
 
     def _refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
+
+
+def _clock_of(device: str) -> str:
+    """Where the time is taken for a device; accelerators have no clock that TensorFlow reads."""
+    return device if is_cpu(device) else "/CPU:0"
+
+
+def _on_host(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+    """What to wait for on the host until tensors are there on a device."""
+    kept_there = [tensor for tensor in tensors if tensor.dtype.is_floating or tensor.dtype.is_complex]
+    if is_cpu(device) or not kept_there:
+        return list(tensors)
+    with tf.device(device), tf.control_dependencies(tensors):
+        number = tf.reshape(kept_there[0], [-1])[:1]
+    with tf.device(_clock_of(device)):
+        return [tf.identity(number)]
 
 
 # --- what the pipeline and the strategy call ---
@@ -199,22 +233,22 @@ def recorded(strategy: GPipeStrategy) -> Iterator[None]:
         tracer.recorders.append(recorder)
 
 
-def recorder_of(schedule: Schedule, remat: Remat, num_stages: int) -> Recorder | None:
+def recorder_of(schedule: Schedule, remat: Remat, stages: Sequence[Stage]) -> Recorder | None:
     """The recorder of a call that begins now, if its step is measured."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
     if recorder is None or tf.executing_eagerly():
         return None
-    recorder.begin_call(schedule, remat, num_stages)
+    recorder.begin_call(schedule, remat, stages)
     return recorder
 
 
 @contextlib.contextmanager
-def started(recorder: Recorder | None, key: Key, arrived: Sequence[tf.Tensor]) -> Iterator[None]:
+def started(recorder: Recorder | None, key: Key, arrived: Sequence[tf.Tensor], device: str) -> Iterator[None]:
     """Around the operations of a task: they wait until it has started."""
     if recorder is None:
         yield
         return
-    with tf.control_dependencies([recorder.start(key, arrived)]):
+    with tf.control_dependencies([recorder.start(key, arrived, device)]):
         yield
 
 
@@ -230,13 +264,6 @@ def check_traceable(strategy: GPipeStrategy, model: keras.Model) -> None:
     """Raises an error if steps of a model cannot be measured."""
     if not isinstance(model, keras.Model):
         raise ModelError(f"Expected a compiled keras.Model. Received: {type(model).__name__}.")
-    others = [device for device in strategy.devices if not is_cpu(device)]
-    if others:
-        raise DeviceError(
-            f"Expected stages on CPU devices, where an operation is over when TensorFlow says so. Received: {others}. "
-            "Use the TensorFlow profiler, `keras.callbacks.TensorBoard(profile_batch=(10, 12))`; its events carry the "
-            "names of tasks, stage_0/micro_batch_0/forward."
-        )
     if not model.compiled:
         raise ModelError(
             f"Expected a compiled model, since whole training steps are measured. Received: '{model.name}', which is "
