@@ -1,8 +1,8 @@
 """Does the pipeline do what plain Keras does, on the devices of this machine, and how fast?
 
-    python examples/self_check.py             # all GPUs, or four logical CPU devices where there are none
-    python examples/self_check.py --stages 2  # on no more than two
-    python examples/self_check.py --quick     # tiny models in two stages, for the tests
+    python examples/self_check.py > report.md  # all GPUs, or four logical CPU devices where there are none
+    python examples/self_check.py --stages 2   # on no more than two
+    python examples/self_check.py --quick      # tiny models in two stages, for the tests
 
 A single GPU is divided into two logical ones of 2 GB. A dense, a convolutional and a Transformer model are trained by
 SGD in plain Keras on one device and in pipelines of 1, 2, ... stages; the longest of them also with XLA and in mixed
@@ -11,15 +11,17 @@ the device of a stage that uses the weight. The reference is plain Keras. Batch 
 with several of them the reference of the convolutional model is the pipeline of one stage, and with one micro-batch,
 plain Keras.
 
-It prints a table, and the lines of `python -m tf_gpipe doctor`, to paste into an issue. In the table,
+It prints a report in Markdown, to paste into an issue: a table, the error of each case that failed with one, and the
+lines of `python -m tf_gpipe doctor`. In the table,
 
 - "differ by" is the largest difference of any weight, as a share of the longest way that one of the reference went;
 - "x plain" compares the step with plain Keras's, which on logical CPU devices has all the cores, too;
-- "peak" is the memory of each GPU.
+- "peak" is the memory of each GPU;
+- "reference" is plain Keras, which there is nothing to compare with.
 
 The exit code is 1 if a check fails. On four logical CPU devices of two busy cores it took five minutes, and ended with
 
-    largest difference of any weight 4.1e-06 in float32, 3.8e-03 in mixed_float16; 0 failed checks
+    27 cases, 0 failed; largest difference of any weight 4.1e-06 in float32, 3.8e-03 in mixed_float16
 """
 
 import argparse
@@ -41,11 +43,12 @@ import numpy as np
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import doctor
+from tf_gpipe import doctor_checks, doctor_facts
 
 CHECKED_STEPS = 4
 NUM_CLASSES = 10
 NUM_MICRO_BATCHES = 8
+MOST_STAGES = 9  # operations of the dense model
 TOLERANCE = {"float32": 1e-3, "mixed_float16": 0.1}  # of what training changed
 SPLIT_GPU_MB = 2048
 
@@ -72,6 +75,12 @@ class Case:
     num_micro_batches: int = 0
     xla: bool = False
     precision: str = "float32"
+
+    @property
+    def cells(self) -> list[str]:
+        """What the table calls it."""
+        name = f"K = {self.num_stages}, M = {self.num_micro_batches}" if self.num_stages else "plain Keras"
+        return [self.model, name, "yes" if self.xla else "no", self.precision]
 
     @property
     def plain(self) -> "Case":
@@ -199,21 +208,30 @@ def make_cases(stage_counts: Sequence[int], quick: bool) -> list[Case]:
     return cases
 
 
-def check(case: Case, size: Size, devices: tuple[str, ...]) -> tuple[list[str], float, str]:
-    """Trains a case. Returns its cells of the table, by how much its weights differ, and what is wrong."""
-    name = f"K = {case.num_stages}, M = {case.num_micro_batches}" if case.num_stages else "plain Keras"
-    first = [case.model, name, "yes" if case.xla else "no", case.precision]
+class Outcome(NamedTuple):
+    """What is known of a case: its cells of the table, by how much its weights differ, and what is wrong."""
+
+    cells: list[str]
+    differ: float = 0.0
+    wrong: str = ""
+    traceback: str = ""
+
+
+def check(case: Case, size: Size, devices: tuple[str, ...]) -> Outcome:
+    """Trains a case and what it is compared with."""
     try:
         result, reference, plain = (train(c, size, devices) for c in (case, case.reference, case.plain))
     except Exception as error:  # the other cases still tell something
-        traceback.print_exc()
-        return [*first, "", "", "", ""], 0.0, type(error).__name__
+        wrong = type(error).__name__
+        return Outcome([*case.cells, "", "", "", "", f"FAILED: {wrong}"], wrong=wrong, traceback=traceback.format_exc())
     differ = find_difference(result.weights, reference.weights, initial_weights(case.model, size))
-    wrong = [] if differ <= TOLERANCE[case.precision] else ["weights differ"]
-    wrong += ["misplaced: " + " ".join(result.misplaced)] if result.misplaced else []
+    found = [] if differ <= TOLERANCE[case.precision] else ["weights differ"]
+    found += ["misplaced: " + " ".join(result.misplaced)] if result.misplaced else []
+    wrong = ", ".join(found)
     step, peaks = result.step_seconds, " / ".join(f"{peak / 1e6:.0f}" for peak in result.peak_bytes)
     cells = [f"{differ:.1e}" if case.num_stages else "", f"{1e3 * step:.1f}", f"{step / plain.step_seconds:.2f}", peaks]
-    return [*first, *cells], differ, ", ".join(wrong)
+    verdict = f"FAILED: {wrong}" if wrong else "ok" if case.num_stages else "reference"
+    return Outcome([*case.cells, *cells, verdict], differ, wrong)
 
 
 def make_devices(num_devices: int | None) -> tuple[str, ...]:
@@ -230,32 +248,69 @@ def make_devices(num_devices: int | None) -> tuple[str, ...]:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     there = len(tf.config.list_logical_devices("GPU"))
-    return tuple(f"GPU:{i}" for i in range(min(there, num_devices or there)))
+    return tuple(f"GPU:{i}" for i in range(min(there, num_devices or MOST_STAGES)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Checks pipelines against plain Keras on the devices of this machine.")
-    parser.add_argument("--stages", type=int, help="the most stages (default: number of GPUs, else 4)")
-    parser.add_argument("--quick", action="store_true", help="tiny models in two stages, for the tests")
-    options = parser.parse_args(arguments)
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        description="Checks pipelines against plain Keras on the devices of this machine, in some minutes. Prints a "
+        "report in Markdown, to paste into an issue. Exit code 1 if a check fails."
+    )
+    which = parser.add_mutually_exclusive_group()
+    limits = f"the most stages, 1 to {MOST_STAGES} (default: the number of GPUs, 2 on a single one, 4 without any)"
+    which.add_argument("--stages", type=int, choices=range(1, MOST_STAGES + 1), metavar="K", help=limits)
+    which.add_argument("--quick", action="store_true", help="tiny models in two stages, for the tests")
+    return parser, parser.parse_args(arguments)
 
-    facts = doctor.gather()  # before TensorFlow takes the GPUs' memory in this process
-    devices = make_devices(2 if options.quick else options.stages)
-    size, counts = (QUICK, [len(devices)]) if options.quick else (FULL, range(1, len(devices) + 1))
 
+def print_table(cases: Sequence[Case], size: Size, devices: tuple[str, ...]) -> list[Outcome]:
+    """Checks the cases, each a row of the table as soon as it is done."""
     head = ["model", "trained in", "XLA", "precision", "differ by", "step, ms", "x plain", "peak, MB", "result"]
     print("|", " | ".join(head), "|")
     print("|", " | ".join(["---"] * len(head)), "|", flush=True)
-    largest, failures = dict.fromkeys(TOLERANCE, 0.0), 0
-    for case in make_cases(counts, options.quick):
-        cells, differ, wrong = check(case, size, devices)
-        print("|", " | ".join([*cells, f"FAILED: {wrong}" if wrong else "ok"]), "|", flush=True)
-        largest[case.precision] = max(largest[case.precision], differ)
-        failures += bool(wrong)
+    outcomes = []
+    for number, case in enumerate(cases, 1):
+        if not sys.stdout.isatty():  # where the rows are not seen to come
+            what = [*case.cells[:2], *(["XLA"] if case.xla else []), case.precision]
+            print(f"{number} of {len(cases)}: {', '.join(what)}", file=sys.stderr, flush=True)
+        outcomes.append(check(case, size, devices))
+        print("|", " | ".join(outcomes[-1].cells), "|", flush=True)
+    return outcomes
+
+
+def print_block(text: str) -> None:
+    """Lines that Markdown shows as they are."""
+    print(f"\n```\n{text.rstrip()}\n```")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser, options = parse(arguments)
+    facts = doctor_facts.gather()  # before TensorFlow takes the GPUs' memory in this process
+    findings = doctor_checks.diagnose(facts)
+    for finding in findings:
+        if finding.is_fault:  # which may be why no GPU is used
+            print(f"FAULT: {finding.message}\n    {finding.remedy}", file=sys.stderr, flush=True)
+    devices = make_devices(2 if options.quick else options.stages)
+    if options.stages and options.stages > len(devices):
+        parser.error(
+            f"argument --stages: Expected at most {len(devices)}, for {' and '.join(devices)}. "
+            f"Received: '{options.stages}'."
+        )
+    size, counts = (QUICK, [len(devices)]) if options.quick else (FULL, range(1, len(devices) + 1))
+
+    print(f"Self-check of tf_gpipe {tf_gpipe.__version__} on {', '.join(devices)}\n")
+    outcomes = print_table(make_cases(counts, options.quick), size, devices)
+    largest = dict.fromkeys(TOLERANCE, 0.0)
+    for outcome in outcomes:
+        precision = outcome.cells[3]
+        largest[precision] = max(largest[precision], outcome.differ)
+    num_failed = sum(bool(outcome.wrong) for outcome in outcomes)
     listed = ", ".join(f"{value:.1e} in {precision}" for precision, value in largest.items())
-    print(f"\nlargest difference of any weight {listed}; {failures} failed checks\n")
-    print(doctor.report(facts, doctor.diagnose(facts)))
-    return 1 if failures else 0
+    print(f"\n{len(outcomes)} cases, {num_failed} failed; largest difference of any weight {listed}")
+    for trace in dict.fromkeys(outcome.traceback for outcome in outcomes if outcome.traceback):
+        print_block(trace)
+    print_block(doctor_checks.report(facts, findings))
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ GRIDS = {
     "except_last": Schedule.gpipe(3, 4).simulate(2, 3, remat="except_last"),
     "uneven": Schedule.gpipe(2, 3).simulate([1, 4], [5, 2]),
     "large": Schedule.gpipe(8, 32).simulate(remat="always"),
+    "huge": Schedule.gpipe(64, 256).simulate(),
     "one": Schedule.gpipe(1, 1).simulate(),
     "loop": Schedule.from_text(LOOP).simulate(remat="always"),
     "measured": Timeline.from_simulation(Schedule.gpipe(3, 5).simulate([3, 5, 4], 9, remat="except_last"), 0.00071),
@@ -179,6 +180,50 @@ def test_titles_legend_and_axis(tmp_path):
     assert [text.text for text in svg(GRIDS["one"], tmp_path, title="a < b & c").iter(f"{SVG}text")][0] == "a < b & c"
 
 
+ODD_TITLES = {
+    "markup": ('<b title="a">&amp; ]]> \'</b>',) * 2,
+    "several lines": ("first\nsecond\r\n  third\t\u2028", "first second third"),
+    "control characters": ("\x1b[31mred\x00 \x7f\x9b \ud800\uffff", "�[31mred� �� ��"),
+    "other scripts": ("Schritt 10, étape 10, шаг 10 … 😀",) * 2,
+}
+
+
+@pytest.mark.parametrize("what", [GRIDS["one"], plan()], ids=["grid", "plan"])
+@pytest.mark.parametrize(("title", "shown"), ODD_TITLES.values(), ids=ODD_TITLES)
+def test_titles_of_odd_characters(title, shown, what, tmp_path):
+    root = svg(what, tmp_path, title=title)
+    assert [next(root.iter(f"{SVG}text")).text, root.find(f"{SVG}title").text] == [shown] * 2
+
+
+def test_a_blank_title_is_none(tmp_path):
+    assert svg(GRIDS["one"], tmp_path, title=" \n").find(f"{SVG}title").text.startswith("gpipe: 1 stage")
+
+
+LONG_TITLES = {"words": "words of a title " * 40, "one word": "x" * 1000, "capitals": "MWMW AND THE LIKE " * 30}
+
+
+@pytest.mark.parametrize("title", LONG_TITLES.values(), ids=LONG_TITLES)
+@pytest.mark.parametrize("what", [GRIDS["one"], GRIDS["large"], plan()], ids=["one", "large", "plan"])
+def test_a_long_title_has_several_lines(what, title, tmp_path):
+    plain, root = svg(what, tmp_path), svg(what, tmp_path, title=title)
+    lines = [text for text in root.iter(f"{SVG}text") if text.get("font-size") == "14"]
+    broken = "".join(line.text for line in lines).replace(" ", "")
+    assert len(lines) > 2
+    assert broken == title.replace(" ", "")
+    width = float(root.get("width"))
+    assert width <= max(1.2 * float(plain.get("width")), 1200)
+    for line in lines:
+        assert float(line.get("x")) + text_width(line.text, 14, bold=True) <= width
+    grown = float(root.get("height")) - float(plain.get("height"))
+    assert grown == pytest.approx(18 * (len(lines) - 1), abs=1)
+    shift = [
+        float(new.get("y")) - float(old.get("y"))
+        for old, new in zip(plain.iter(f"{SVG}rect"), root.iter(f"{SVG}rect"), strict=True)
+        if old.get("y")
+    ]
+    assert shift == pytest.approx([grown] * len(shift), abs=0.02)
+
+
 def test_a_plan(tmp_path):
     root = svg(plan(), tmp_path)
     texts = [text.text for text in root.iter(f"{SVG}text")]
@@ -224,11 +269,37 @@ def test_the_picture_in_the_docs_is_the_one_that_is_drawn(tmp_path):
     assert (PICTURES / "gpipe.svg").read_text(encoding="utf-8") == (tmp_path / "gpipe.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", ["picture.gif", "picture", ""])
+@pytest.mark.parametrize("path", ["picture.gif", "picture", "", "picture.svg/"])
 def test_other_endings_are_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=f"ends with '.svg', '.png' or '.txt'; received '{path}'. Write"):
         draw(Schedule.gpipe(2, 2), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["svg", "txt"])
+def test_a_directory_that_does_not_exist(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("some", "where", f"picture.{form}")
+    with pytest.raises(ArgumentError, match=re.escape(f"received '{path}'. Make it first: os.makedirs('some/where', ")):
+        draw(Schedule.gpipe(2, 2), path)
+    path.parent.mkdir(parents=True)
+    draw(Schedule.gpipe(2, 2), path)
+    assert path.stat().st_size > 100
+
+
+@pytest.mark.parametrize("path", [3, b"picture.svg", ["picture.svg"]])
+def test_other_paths_are_refused(path):
+    with pytest.raises(ArgumentError, match=re.escape(f"a string or a path object; received {path!r}. Write")):
+        draw(Schedule.gpipe(2, 2), path)
+
+
+@pytest.mark.parametrize("title", [3, None, b"title"])
+@pytest.mark.parametrize("path", [None, "picture.svg"])
+def test_other_titles_are_refused(title, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=f"Expected `title` to be a string; received {title}. Write"):
+        draw(Schedule.gpipe(2, 2), path, title=title)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,6 +336,18 @@ def test_png_shows_the_colours_of_the_shapes(tmp_path):
             x, y = (round(2 * (float(rect.get(name)) + 3)) for name in ("x", "y"))
             colour = "#" + "".join(f"{round(255 * float(part)):02x}" for part in pixels[y, x, :3])
             assert colour == rect.get("fill")
+
+
+@pytest.mark.parametrize("title", [*LONG_TITLES.values(), *(title for title, _ in ODD_TITLES.values())])
+def test_titles_fit_into_the_png(title, tmp_path):
+    pytest.importorskip("matplotlib", reason="PNG needs the extra tf_gpipe[draw]")
+    image = importlib.import_module("matplotlib.image")
+    draw(GRIDS["one"], tmp_path / "picture.png", title=title.replace("😀", ""))  # which its font does not have
+    pixels = image.imread(tmp_path / "picture.png")
+    ink = (pixels[:, :, :3] < 1).any(axis=2)
+    assert ink[28:60].any()
+    assert not ink[:, -20:].any()
+    assert not ink[-6:].any()
 
 
 def test_shapes_in_svg():

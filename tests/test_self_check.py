@@ -9,11 +9,21 @@ import pytest
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import doctor
+from tf_gpipe import doctor_checks, doctor_facts
 
 ROOT = Path(__file__).parents[1]
 DEVICES = ("CPU:0", "CPU:1")
-FACTS = doctor.Facts("3.12.4", "Linux", {"tf_gpipe": tf_gpipe.__version__}, {}, [], "", [], doctor.Runtime())
+FACTS = doctor_facts.Facts(
+    python="3.12.4",
+    system="Linux",
+    packages={"tf_gpipe": tf_gpipe.__version__},
+    environment={},
+    nvidia_gpus=[],
+    nvidia_error="",
+    nvidia_files=[],
+    tpu_files=[],
+    runtime=doctor_facts.Runtime(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +38,7 @@ def self_check():
 @pytest.fixture
 def run(self_check, monkeypatch, capsys):
     """Runs the quick check on the two CPUs and returns the exit code, the rows of its table and all that it printed."""
-    monkeypatch.setattr(doctor, "gather", lambda: FACTS)
+    monkeypatch.setattr(doctor_facts, "gather", lambda: FACTS)
 
     def run():
         code = self_check.main(["--quick"])
@@ -42,7 +52,8 @@ def run(self_check, monkeypatch, capsys):
 def test_every_pipeline_comes_to_the_weights_of_its_reference(run):
     code, rows, printed = run()
     assert code == 0
-    assert [row["result"] for row in rows] == ["ok"] * 10
+    assert len(rows) == 10
+    assert [row["result"] for row in rows if row["trained in"] == "plain Keras"] == ["reference"] * 5
     pipelines = [row for row in rows if row["trained in"] == "K = 2, M = 8"]
     assert [(row["model"], row["XLA"], row["precision"]) for row in pipelines] == [
         ("dense", "no", "float32"),
@@ -54,8 +65,11 @@ def test_every_pipeline_comes_to_the_weights_of_its_reference(run):
     for row in pipelines:
         assert float(row["differ by"]) < (1e-4 if row["precision"] == "float32" else 1e-2)
         assert float(row["step, ms"]) > 0
-    assert "0 failed checks" in printed
-    assert printed.endswith(doctor.report(FACTS, doctor.diagnose(FACTS)) + "\n")
+        assert row["result"] == "ok"
+    assert printed.startswith(f"Self-check of tf_gpipe {tf_gpipe.__version__} on CPU:0, CPU:1\n\n| model | ")
+    assert "|\n\n10 cases, 0 failed; largest difference of any weight " in printed
+    assert printed.endswith(f"\n\n```\n{doctor_checks.report(FACTS, doctor_checks.diagnose(FACTS))}\n```\n")
+    assert printed.count("```") == 2
 
 
 def test_weights_that_differ_fail(run, self_check, monkeypatch):
@@ -64,13 +78,69 @@ def test_weights_that_differ_fail(run, self_check, monkeypatch):
     assert code == 1
     failed = {row["precision"] for row in rows if row["result"] == "FAILED: weights differ"}
     assert failed == {"float32"}
-    assert "0 failed checks" not in printed
+    assert f"10 cases, {sum('FAILED' in row['result'] for row in rows)} failed" in printed
 
 
-def test_a_case_that_raises_is_a_row(self_check, capsys):
-    cells, _, wrong = self_check.check(self_check.Case("dense", 3, 8), self_check.QUICK, DEVICES)
-    assert (cells[:4], wrong) == (["dense", "K = 3, M = 8", "no", "float32"], "DeviceError")
-    assert "Expected one device for each of the 3 stages" in capsys.readouterr().err
+def test_a_case_that_raises_is_a_row_and_its_error_is_in_the_report_once(run, self_check, monkeypatch):
+    case = self_check.Case("dense", 3, 8)
+    outcome = self_check.check(case, self_check.QUICK, DEVICES)
+    assert outcome.cells == ["dense", "K = 3, M = 8", "no", "float32", "", "", "", "", "FAILED: DeviceError"]
+    monkeypatch.setattr(self_check, "make_cases", lambda counts, quick: [case, case.plain, case])
+    code, rows, printed = run()
+    assert code == 1
+    assert [row["result"] for row in rows] == ["FAILED: DeviceError", "reference", "FAILED: DeviceError"]
+    assert "3 cases, 2 failed; largest difference of any weight 0.0e+00 in float32" in printed
+    _, error, between, facts, _ = printed.split("```")
+    assert error.startswith("\nTraceback (most recent call last):\n")
+    assert "Expected one device for each of the 3 stages" in error.splitlines()[-1]
+    assert (between, facts) == ("\n\n", f"\n{doctor_checks.report(FACTS, doctor_checks.diagnose(FACTS))}\n")
+
+
+def test_progress_and_faults_of_the_machine_are_told_beside_the_report(self_check, monkeypatch, capsys):
+    wrong = dataclasses.replace(FACTS, nvidia_error="no driver")
+    monkeypatch.setattr(doctor_facts, "gather", lambda: wrong)
+    monkeypatch.setattr(self_check, "make_cases", lambda counts, quick: [self_check.Case("dense", xla=True)])
+    self_check.main(["--quick"])
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()
+    assert "FAULT: nvidia-smi does not work, so that no GPU will: no driver" in told
+    assert told[-1] == "1 of 1: dense, plain Keras, XLA, float32"
+    assert "1 of 1" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--stages", "0"], "argument --stages: invalid choice: 0"),
+        (["--stages", "10"], "argument --stages: invalid choice: 10"),
+        (["--stages", "two"], "argument --stages: invalid int value: 'two'"),
+        (["--stages", "2", "--quick"], "not allowed with argument"),
+    ],
+)
+def test_options_that_are_refused(self_check, capsys, options, expected):
+    with pytest.raises(SystemExit, match="2"):
+        self_check.main(options)
+    assert expected in capsys.readouterr().err
+
+
+def test_more_stages_than_gpus_are_refused(self_check, gpus, monkeypatch, capsys):
+    gpus(2)
+    monkeypatch.setattr(doctor_facts, "gather", lambda: FACTS)
+    with pytest.raises(SystemExit, match="2"):
+        self_check.main(["--stages", "3"])
+    assert "--stages: Expected at most 2, for GPU:0 and GPU:1. Received: '3'." in capsys.readouterr().err
+
+
+def test_one_device(self_check):
+    cases = self_check.make_cases(range(1, 2), quick=False)
+    assert [case.num_stages for case in cases] == [0, 1] * 9
+
+
+def test_the_most_stages_have_an_operation_each(self_check):
+    strategy = tf_gpipe.GPipeStrategy(self_check.MOST_STAGES, 1, devices=["CPU:0"] * self_check.MOST_STAGES)
+    with strategy.scope():
+        model = self_check.make_model("dense", self_check.FULL)
+    assert [len(stage.operations) for stage in strategy.plan(model).stages] == [1] * self_check.MOST_STAGES
 
 
 def test_a_difference_is_a_share_of_what_training_changed(self_check):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tf_gpipe import doctor
+from tf_gpipe import doctor_checks, doctor_facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,11 +43,19 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    facts = doctor.gather()
-    findings = doctor.diagnose(facts)
+    facts = doctor_facts.gather()
+    findings = doctor_checks.diagnose(facts)
     if options.json:
         found = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"facts": dataclasses.asdict(facts), "findings": found}, indent=2))
+        _write(json.dumps({"facts": dataclasses.asdict(facts), "findings": found}, indent=2))
     else:
-        print(doctor.report(facts, findings))
+        _write(doctor_checks.report(facts, findings))
     return 1 if any(finding.is_fault for finding in findings) else 0
+
+
+def _write(text: str) -> None:
+    """Prints a text; a reader that has gone, as `head` goes after its lines, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again when it ends

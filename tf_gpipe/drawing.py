@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +53,15 @@ def draw(
             other lengths or recomputation, a `Plan`, or a `Timeline`.
         path: where to write the picture. The ending says in which form: `.svg`, `.png` (with Matplotlib, the extra
             `draw`), or `.txt`. Without a path, nothing is written.
-        title: first line of the SVG or PNG, instead of one that gives the size and the bubble.
+        title: what stands over the SVG or PNG, instead of a line that gives the size and the bubble. A long one is
+            broken into lines.
 
     Returns:
         The text form, which is `str(what)`.
 
     Raises:
-        ArgumentError: `what` is something else, the path has another ending, or Matplotlib is missing for a PNG.
+        ArgumentError: `what` is something else, the path has another ending or its directory does not exist, the title
+            is no string, or Matplotlib is missing for a PNG.
         ScheduleError: the schedule cannot run.
 
     Example:
@@ -74,18 +77,16 @@ def draw(
             f"Expected a Schedule, Simulation, Plan or Timeline to draw; received {type(what).__name__}. Pass, for "
             "example, Schedule.gpipe(4, 8) or strategy.plan(model)."
         )
+    if not isinstance(title, str):
+        raise ArgumentError(f"Expected `title` to be a string; received {title!r}. Write, for example, title='Step 9'.")
     text = str(shown)
-    ending = ".txt" if path is None else Path(path).suffix.lower()
-    if ending not in (".svg", ".png", ".txt"):
-        raise ArgumentError(
-            f"Expected a path that ends with '.svg', '.png' or '.txt'; received {os.fspath(path or '')!r}. "
-            "Write, for example, 'pipeline.svg'."
-        )
     if path is None:
         return text
+    ending = _ending(path)
     if ending == ".txt":
         Path(path).write_text(text + "\n", encoding="utf-8")
         return text
+    title = " ".join(title.split())
     if isinstance(shown, (Simulation, Timeline)):
         picture = _grid_picture(_grid(shown), title)
     else:
@@ -95,6 +96,28 @@ def draw(
     else:
         to_png(picture, path)
     return text
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+    """The form in which to write, once the path is found to be one that can be written to."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(
+            f"Expected `path` to be a string or a path object; received {path!r}. Write, for example, 'pipeline.svg'."
+        )
+    name = os.fspath(path)
+    ending = next((ending for ending in (".svg", ".png", ".txt") if name.lower().endswith(ending)), "")
+    if not ending:
+        raise ArgumentError(
+            f"Expected a path that ends with '.svg', '.png' or '.txt'; received {name!r}. Write, for example, "
+            "'pipeline.svg'."
+        )
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ArgumentError(
+            f"Expected a path in a directory that exists; received {name!r}. Make it first: "
+            f"os.makedirs({str(folder)!r}, exist_ok=True)."
+        )
+    return ending
 
 
 class _Bar(NamedTuple):
@@ -153,8 +176,9 @@ def _grid_picture(grid: _Grid, title: str) -> Picture:
     numbers = {bar.task: str(bar.task.micro_batch if grid.row_word == "stage" else bar.task) for bar in grid.bars}
     pixels, size = _scale(grid, max(map(len, numbers.values())))
     left = _MARGIN + max(text_width(name, _TEXT_SIZE) for name in names)
-    top = _MARGIN + 2 * (_TITLE_SIZE + 10)
-    shapes: list[Box | Text | Line] = [*_heading(title), *_legend(grid)]
+    heading = _heading(title, left + grid.end * pixels)
+    top = heading[-1].y + _TITLE_SIZE + 20
+    shapes: list[Box | Text | Line] = [*heading, *_legend(grid, heading)]
     for d, name in enumerate(names):
         y = top + d * (_ROW + _GAP)
         shapes.append(Text(left - 6, y + _ROW / 2 + _UP * _TEXT_SIZE, name, _TEXT_SIZE, "end"))
@@ -198,18 +222,22 @@ def _label(bar: _Bar, unit: str) -> str:
     return f"stage {bar.task.stage}{which}: {bar.kind}, {times}"
 
 
-def _heading(title: str) -> list[Text]:
-    return [Text(_MARGIN, _MARGIN + _TITLE_SIZE, title, _TITLE_SIZE, bold=True)]
+def _heading(title: str, width: float) -> list[Text]:
+    """The title, in lines that are not much wider than the rest of the picture, or than what is easily read."""
+    average = text_width(title, _TITLE_SIZE, bold=True) / len(title)
+    lines = textwrap.wrap(title, int(max(width, _MIN_WIDTH) / average))
+    first, height = _MARGIN + _TITLE_SIZE, _TITLE_SIZE + 4
+    return [Text(_MARGIN, first + i * height, line, _TITLE_SIZE, bold=True) for i, line in enumerate(lines)]
 
 
-def _legend(grid: _Grid) -> list[Box | Text | Line]:
-    return _swatches([*((kind, _FILL[kind]) for kind in _kinds(grid)), ("idle", "#ffffff")])
+def _legend(grid: _Grid, heading: Sequence[Text]) -> list[Box | Text | Line]:
+    return _swatches([*((kind, _FILL[kind]) for kind in _kinds(grid)), ("idle", "#ffffff")], heading)
 
 
-def _swatches(entries: Sequence[tuple[str, str]]) -> list[Box | Text | Line]:
+def _swatches(entries: Sequence[tuple[str, str]], heading: Sequence[Text]) -> list[Box | Text | Line]:
     """The legend: a coloured square and a word for each entry, in one line under the title."""
     shapes: list[Box | Text | Line] = []
-    x, baseline = _MARGIN, _MARGIN + 2 * _TITLE_SIZE + 8
+    x, baseline = _MARGIN, heading[-1].y + _TITLE_SIZE + 8
     for word, fill in entries:
         shapes.append(Box(x, baseline - 10, 12, 12, fill, "#888888", "legend"))
         shapes.append(Text(x + 18, baseline, word, _TEXT_SIZE))
@@ -259,8 +287,10 @@ def _plan_picture(plan: Plan, title: str) -> Picture:
     kinds = (("share of FLOPs", _FILL["forward"], flops), ("share of parameters", _FILL["backward"], parameters))
     pixels = _BAR_WIDTH / max(0.01, *(number / (sum(of) or 1.0) for _, _, of in kinds for number in of))
     right = left + _BAR_WIDTH + text_width("100.0 %", _TEXT_SIZE) + 30
-    top = _MARGIN + 2 * (_TITLE_SIZE + 10) + 4
-    shapes: list[Box | Text | Line] = [*_heading(title), *_swatches([(name, fill) for name, fill, _ in kinds])]
+    heading = _heading(title, right)
+    top = heading[-1].y + _TITLE_SIZE + 24
+    legend = _swatches([(name, fill) for name, fill, _ in kinds], heading)
+    shapes: list[Box | Text | Line] = [*heading, *legend]
     for k, stage in enumerate(stages):
         y = top + k * (2 * _LINE + 12)
         words = ((f"stage {k}", _operations(stage.operations)), (devices[k], _received(k, stage.received_bytes)))

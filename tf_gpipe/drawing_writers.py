@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import unicodedata
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
@@ -17,7 +19,9 @@ __all__ = ["Box", "Line", "Picture", "Text", "text_width", "to_png", "to_svg"]
 
 _DPI = 100
 _FONT = "DejaVu Sans"  # Matplotlib brings it; Verdana, which browsers have, is as wide.
-_DIGIT_WIDTH = 0.64  # of a character, as a part of the font size: wider than the average letter
+# Widths as a part of the font size: of a digit, which is wider than the average small letter; of capitals.
+_DIGIT_WIDTH, _CAPITAL_WIDTH, _WIDE_WIDTH = 0.64, 0.79, 1.0
+_UNPRINTABLE = re.compile("[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # most are no XML either
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
@@ -97,7 +101,18 @@ class Picture:
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
     """About how many pixels a text takes: never much less than it does in the fonts that are used."""
-    return _DIGIT_WIDTH * size * len(text) * (1.1 if bold else 1)
+    return sum(map(_character_width, text)) * size * (1.1 if bold else 1)
+
+
+def _character_width(character: str) -> float:
+    if character in "MW" or unicodedata.east_asian_width(character) in "FW":
+        return _WIDE_WIDTH
+    return _CAPITAL_WIDTH if character.isupper() else _DIGIT_WIDTH
+
+
+def _printable(text: str) -> str:
+    """A text in one line, with the sign for a replaced character in place of each that cannot be shown."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
 
 
 def to_svg(picture: Picture) -> str:
@@ -124,8 +139,8 @@ aria-labelledby="title desc" font-family="DejaVu Sans, Verdana, sans-serif">
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
         f'viewBox="0 0 {_number(picture.width)} {_number(picture.height)}" role="img" '
         f'aria-labelledby="title desc" font-family="{_FONT}, Verdana, sans-serif">',
-        f'<title id="title">{escape(picture.title)}</title>',
-        f'<desc id="desc">{escape(picture.description)}</desc>',
+        f'<title id="title">{escape(_printable(picture.title))}</title>',
+        f'<desc id="desc">{escape(_printable(picture.description))}</desc>',
         f'<rect {size} fill="#ffffff"/>',
     ]
     return "\n".join([*lines, *map(_element, picture.shapes), "</svg>"])
@@ -136,7 +151,7 @@ def _element(shape: Box | Text | Line) -> str:
         kind = f"class={quoteattr(shape.kind)} " if shape.kind else ""
         places = " ".join(f'{name}="{_number(getattr(shape, name))}"' for name in ("x", "y", "width", "height"))
         edge = f' stroke="{shape.edge}"' if shape.edge else ""
-        inside = f"><title>{escape(shape.label)}</title></rect>" if shape.label else "/>"
+        inside = f"><title>{escape(_printable(shape.label))}</title></rect>" if shape.label else "/>"
         return f'<rect {kind}{places} fill="{shape.fill}"{edge}{inside}'
     if isinstance(shape, Line):
         places = " ".join(f'{name}="{_number(getattr(shape, name))}"' for name in ("x1", "y1", "x2", "y2"))
@@ -144,7 +159,7 @@ def _element(shape: Box | Text | Line) -> str:
     anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
     bold = ' font-weight="bold"' if shape.bold else ""
     place = f'x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}"'
-    return f'<text {place}{anchor}{bold} fill="{shape.fill}">{escape(shape.text)}</text>'
+    return f'<text {place}{anchor}{bold} fill="{shape.fill}">{escape(_printable(shape.text))}</text>'
 
 
 def to_png(picture: Picture, path: str | os.PathLike[str], scale: float = 2.0) -> None:
@@ -185,7 +200,7 @@ def to_png(picture: Picture, path: str | os.PathLike[str], scale: float = 2.0) -
                 "fontweight": "bold" if shape.bold else "normal",
             }
             place = {"horizontalalignment": _ANCHORS[shape.anchor], "verticalalignment": "baseline"}
-            axes.text(shape.x, shape.y, shape.text, color=shape.fill, parse_math=False, **font, **place)
+            axes.text(shape.x, shape.y, _printable(shape.text), color=shape.fill, parse_math=False, **font, **place)
     figure.savefig(path, format="png", dpi=_DPI * scale)
 
 
