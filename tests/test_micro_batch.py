@@ -87,7 +87,7 @@ def test_rows_known_when_the_step_runs_keep_their_integer_type():
 def test_gather_undoes_take(num_rows, num_micro_batches, shape, make):
     x = normal(num_rows, *shape)
     rows = make(num_rows, num_micro_batches)
-    parts = [rows.take(tf.constant(x), m) for m in range(len(rows))]
+    parts = rows.split(tf.constant(x))
     assert all(part.shape[0] >= 1 for part in parts)
     np.testing.assert_array_equal(rows.gather(parts), x)
 
@@ -96,7 +96,7 @@ def test_gather_undoes_take(num_rows, num_micro_batches, shape, make):
 def test_any_dtype_is_split(dtype):
     x = tf.constant([f"row {i}" for i in range(5)]) if dtype == "string" else tf.cast(tf.range(5), dtype)
     for rows in (split_rows(5, 3), known_when_it_runs(5, 8)):
-        gathered = rows.gather([rows.take(x, m) for m in range(len(rows))])
+        gathered = rows.gather(rows.split(x))
         assert gathered.dtype == x.dtype
         np.testing.assert_array_equal(gathered.numpy(), x.numpy())
 
@@ -105,7 +105,7 @@ def test_tensors_of_other_shapes_are_split_at_the_same_rows():
     rows = split_rows(7, 3)
     a, b = tf.range(7), tf.reshape(tf.range(14), [7, 2])
     for m in range(3):
-        np.testing.assert_array_equal(rows.take(b, m)[:, 0], 2 * rows.take(a, m))
+        np.testing.assert_array_equal(rows.split(b)[m][:, 0], 2 * rows.split(a)[m])
 
 
 def test_the_static_shape_is_kept_where_rows_are_known():
@@ -113,7 +113,7 @@ def test_the_static_shape_is_kept_where_rows_are_known():
 
     @tf.function
     def shapes(x):
-        parts = [rows.take(x, m) for m in range(3)]
+        parts = rows.split(x)
         return tuple(tf.constant(part.shape.as_list()) for part in [*parts, rows.gather(parts)])
 
     assert [s.numpy().tolist() for s in shapes(tf.zeros([7, 4]))] == [[3, 4], [2, 4], [2, 4], [7, 4]]
@@ -122,7 +122,7 @@ def test_the_static_shape_is_kept_where_rows_are_known():
 def test_one_micro_batch_is_the_mini_batch_itself():
     x = tf.constant(normal(5, 2))
     for rows in (split_rows(5, 1), known_when_it_runs(5, 1), split_rows(1, 4)):
-        assert rows.take(x, 0) is x
+        assert rows.split(x)[0] is x
         assert rows.gather([x]) is x
 
 
@@ -133,7 +133,7 @@ def test_a_batch_of_unknown_size_works_in_one_trace():
     def round_trip(x):
         traces.append(x.shape)
         rows = split_rows(count_rows([x], ["x"]), 4)
-        return rows.gather([rows.take(x, m) * 1.0 for m in range(4)]), tf.stack([rows.weight(m) for m in range(4)])
+        return rows.gather([part * 1.0 for part in rows.split(x)]), tf.stack([rows.weight(m) for m in range(4)])
 
     for num_rows in (1, 2, 3, 4, 5, 9, 16):
         x = normal(num_rows, 2)
@@ -153,16 +153,14 @@ def test_outputs_beyond_the_mini_batch_are_dropped():
 def test_gradients_of_outputs_beyond_the_mini_batch_are_zero():
     d = tf.constant([[1.0, 2.0], [3.0, 4.0]])
     rows = known_when_it_runs(2, 4)
-    np.testing.assert_array_equal(
-        tf.concat([rows.take_gradient(d, m) for m in range(4)], axis=0), [[1, 2], [3, 4], [0, 0], [0, 0]]
-    )
+    np.testing.assert_array_equal(tf.concat(rows.split_gradient(d), axis=0), [[1, 2], [3, 4], [0, 0], [0, 0]])
     rows = split_rows(2, 4)
-    np.testing.assert_array_equal(tf.concat([rows.take_gradient(d, m) for m in range(2)], axis=0), d)
+    np.testing.assert_array_equal(tf.concat(rows.split_gradient(d), axis=0), d)
 
 
 def test_gradients_beyond_the_mini_batch_are_zero_even_where_they_are_not_finite():
     rows = known_when_it_runs(1, 2)
-    np.testing.assert_array_equal(rows.take_gradient(tf.constant([[np.inf, np.nan]]), 1), [[0, 0]])
+    np.testing.assert_array_equal(rows.split_gradient(tf.constant([[np.inf, np.nan]]))[1], [[0, 0]])
 
 
 def test_no_rows_at_all_give_weights_of_zero():

@@ -155,8 +155,8 @@ class BackwardPass:
         given: dict[Boundary, list[tf.Tensor]] = {}
         for ref in call.float_outputs:
             d = left.pop(0)
-            for m in range(len(call.rows)) if d is not None else ():
-                given.setdefault((ref, m), []).append(call.rows.take_gradient(d, m))
+            for m, part in enumerate(call.rows.split_gradient(d) if d is not None else ()):
+                given.setdefault((ref, m), []).append(part)
         d_losses = [[left.pop(0) for _ in forward.loss_owners] for forward in call.forwards]
         return cls(call, given, d_losses)
 
@@ -249,8 +249,8 @@ class _SecondPass:
     ) -> None:
         self.first, self.call, self.rows = first, first.call, first.rows
         self.dd_weights = dd_weights
-        there = [(ref, d) for ref, d in dd_inputs.items() if d is not None]
-        self.dd = {(ref, m): self.rows.take_gradient(d, m) for ref, d in there for m in range(len(self.rows))}
+        there = [(ref, self.rows.split_gradient(d)) for ref, d in dd_inputs.items() if d is not None]
+        self.dd = {(ref, m): part for ref, parts in there for m, part in enumerate(parts)}
         self.given: dict[Boundary, list[tf.Tensor]] = {}
         self.dd_losses: list[list[tf.Tensor | None]] = [[None] * len(f.loss_owners) for f in self.call.forwards]
         self.totals = _Totals(self.call)

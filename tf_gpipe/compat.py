@@ -592,14 +592,16 @@ class PlacedFunction:
         if self._remote is None or tf.executing_eagerly():
             return list(self._function(*flat))
         graph = tf.compat.v1.get_default_graph()
-        if not hasattr(graph, "_gpipe_captured"):
-            graph._gpipe_captured = {}  # kept by the graph, whose tensors these are
-        captured = graph._gpipe_captured
-        if self not in captured:
-            captured[self] = [graph.capture(tensor) for tensor in self._remote.captured_inputs]
+        if not hasattr(graph, "_gpipe_calls"):
+            graph._gpipe_calls = {}  # kept by the graph, whose tensors these are
+        if self not in graph._gpipe_calls:
+            with tf.control_dependencies(None):
+                target = tf.constant(self._device)
+            graph._gpipe_calls[self] = target, [graph.capture(tensor) for tensor in self._remote.captured_inputs]
+        target, captured = graph._gpipe_calls[self]
         outputs = tf.raw_ops.RemoteCall(
-            target=self._device,
-            args=[*flat, *captured[self]],
+            target=target,
+            args=[*flat, *captured],
             Tout=[output.dtype for output in self._remote.outputs],
             f=self._remote,
         )

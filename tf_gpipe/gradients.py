@@ -190,9 +190,9 @@ def total(variable: keras.Variable, parts: list[Any]) -> tf.Tensor | tf.IndexedS
     if variable.overwrite_with_gradient:
         return functools.reduce(functools.partial(add_gradient, variable), parts)
     if all(isinstance(part, tf.IndexedSlices) for part in parts):
-        return tf.IndexedSlices(
-            tf.concat([part.values for part in parts], axis=0),
-            tf.concat([tf.cast(part.indices, tf.int64) for part in parts], axis=0),
-            parts[0].dense_shape,
-        )
+        indices = [part.indices for part in parts]
+        if len({part.dtype for part in indices}) > 1:
+            indices = [tf.cast(part, tf.int64) for part in indices]
+        values = tf.concat([part.values for part in parts], axis=0)
+        return tf.IndexedSlices(values, tf.concat(indices, axis=0), parts[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(part) for part in parts])

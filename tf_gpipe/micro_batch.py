@@ -48,19 +48,22 @@ class Rows:
             return tf.constant(self.sizes[m] / max(self.total, 1), dtype)
         return tf.cast(self.sizes[m] / tf.maximum(self.total, 1), dtype)  # int32 by int32 gives float64
 
-    def take(self, value: Value, m: int) -> Value:
-        """Rows of micro-batch `m` of a value of shape `(N, ...)`."""
+    def split(self, value: Value) -> list[Value]:
+        """The rows of each micro-batch of a value of shape `(N, ...)`."""
         if len(self) == 1:
-            return value
-        size = self.sizes[m] if self.is_static else tf.maximum(self.sizes[m], 1)
-        return values.rows_of(value, self.begins[m], size)
+            return [value]
+        if self.is_static and isinstance(value, tf.Tensor):
+            return list(tf.split(value, len(self) if self.static_size else self.sizes))
+        sizes = self.sizes if self.is_static else [tf.maximum(size, 1) for size in self.sizes]
+        return [values.rows_of(value, begin, size) for begin, size in zip(self.begins, sizes, strict=True)]
 
-    def take_gradient(self, tensor: tf.Tensor, m: int) -> tf.Tensor:
-        """As `take`, for the gradient of a gathered output: zero for a micro-batch that counts for nothing."""
-        part = self.take(tensor, m)
+    def split_gradient(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """As `split`, for the gradient of a gathered output: zero for a micro-batch that counts for nothing."""
+        parts = self.split(tensor)
         if self.is_static:
-            return part
-        return tf.where(tf.equal(self.sizes[m], 0), tf.zeros_like(part), part)
+            return parts
+        empty = [tf.equal(size, 0) for size in self.sizes]
+        return [tf.where(none, tf.zeros_like(part), part) for none, part in zip(empty, parts, strict=True)]
 
     def counted(self, value: Value, m: int) -> Value:
         """The rows of an output of micro-batch `m` that belong to the mini-batch."""

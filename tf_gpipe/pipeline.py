@@ -195,9 +195,9 @@ class Call:
     def _split_inputs(self) -> None:
         for ref, tensor in zip(self.graph.inputs, self.inputs, strict=True):
             mask = None if tensor is None else compat.get_keras_mask(tensor)
-            for m in range(len(self.rows)):
-                self.values[ref, m] = None if tensor is None else self.rows.take(tensor, m)
-                self.masks[ref, m] = None if mask is None else self.rows.take(mask, m)
+            for whole, parts in ((tensor, self.values), (mask, self.masks)):
+                split = [None] * len(self.rows) if whole is None else self.rows.split(whole)
+                parts.update({(ref, m): part for m, part in enumerate(split)})
 
     def _trace(self, recording: bool, *, keep: bool) -> None:
         """Traces every stage's forward function, each for what the ones before it give.
