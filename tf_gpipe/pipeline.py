@@ -257,7 +257,7 @@ class Call:
             )
 
     def _run_forward(self, kept: set[int]) -> None:
-        states = _States()
+        states = state.StateValues()
         tasks = [task for task in self.schedule.order() if task.kind == "forward" and self.stages]
         # Any order in which inputs are there will do: what runs when is decided by data and control dependencies.
         for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
@@ -272,7 +272,7 @@ class Call:
                 if recorded is not None and stage.keeps(recorded):
                     forward = recorded.kept_forward
                 result = forward.take(forward.function(*flat))
-                states.write(forward.given.states, result.states, unless_empty=self.rows, m=m)
+                states.write(forward.given.states, result.states, self.rows, m)
             self.note_done(task, result.values)
             self.results[task], self.flat_inputs[task] = result, flat
             self.values.update({(ref, m): value for ref, value in zip(forward.outputs, result.values, strict=True)})
@@ -444,34 +444,3 @@ def _refuse_assigned(variables: Sequence[tf.Variable], name: str) -> None:
             f"the stages again. Received: {listed}, assigned since the model was called. Take all gradients of the "
             "step first, then apply them."
         )
-
-
-class _States:
-    """State that is handed from task to task: the newest value of each variable, read at the beginning of the step."""
-
-    def __init__(self) -> None:
-        self.variables: dict[int, keras.Variable] = {}
-        self.newest: dict[int, tf.Tensor] = {}
-        self.written: set[int] = set()
-
-    def read(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        for v in variables:
-            if id(v) not in self.newest:
-                self.variables[id(v)] = v
-                self.newest[id(v)] = compat.raw_variable(v).read_value()
-        return [self.newest[id(v)] for v in variables]
-
-    def write(
-        self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], *, unless_empty: Rows, m: int
-    ) -> None:
-        for v, value in zip(variables, values, strict=True):
-            if not unless_empty.is_static:
-                value = tf.where(tf.equal(unless_empty.sizes[m], 0), self.newest[id(v)], value)
-            self.newest[id(v)] = value
-            self.written.add(id(v))
-
-    def assign(self) -> None:
-        for key in [key for key in self.newest if key in self.written]:
-            raw = compat.raw_variable(self.variables[key])
-            with tf.device(raw.device):
-                raw.assign(self.newest[key])

@@ -26,6 +26,39 @@ import tensorflow as tf
 
 from tf_gpipe import compat
 from tf_gpipe.errors import ModelError
+from tf_gpipe.micro_batch import Rows
+
+
+class StateValues:
+    """The newest value of each variable that is handed from micro-batch to micro-batch, and assigned after the last."""
+
+    def __init__(self) -> None:
+        self._variables: dict[int, keras.Variable] = {}
+        self._newest: dict[int, tf.Tensor] = {}
+        self._written: set[int] = set()
+
+    def read(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Values of variables; those that nothing was written for are read now."""
+        for v in variables:
+            if id(v) not in self._newest:
+                self._variables[id(v)] = v
+                self._newest[id(v)] = compat.raw_variable(v).read_value()
+        return [self._newest[id(v)] for v in variables]
+
+    def write(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], rows: Rows, m: int) -> None:
+        """Keeps what micro-batch `m` gave, unless it turns out to have no rows."""
+        for v, value in zip(variables, values, strict=True):
+            if not rows.is_static:
+                value = tf.where(tf.equal(rows.sizes[m], 0), self._newest[id(v)], value)
+            self._newest[id(v)] = value
+            self._written.add(id(v))
+
+    def assign(self) -> None:
+        """Assigns what was written."""
+        for key in [key for key in self._newest if key in self._written]:
+            raw = compat.raw_variable(self._variables[key])
+            with tf.device(raw.device):
+                raw.assign(self._newest[key])
 
 
 @dataclasses.dataclass(frozen=True)
