@@ -24,6 +24,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
+| `Optimizer._distribution_strategy` | an optimizer of no or another scope fails with a riddle |
 | `Variable._direct_assign` | an assignment inside a stateless scope that is to happen |
 | `TFOptimizer` | which functions of Keras's optimizers only update variables, one after the other |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
@@ -698,10 +699,21 @@ def only_updates(fn: Any) -> bool:
     return getattr(fn, "__module__", None) == TFOptimizer.__module__
 
 
+def foreign_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> keras.Optimizer | None:
+    """An optimizer, of this and those inside it, that was not made under a strategy's scope; None if all were."""
+    if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
+        return optimizer
+    return next(filter(None, (foreign_optimizer(part, strategy) for part in _inner_optimizers(optimizer))), None)
+
+
+def _inner_optimizers(optimizer: Any) -> Sequence[keras.Optimizer]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [inner] if inner is not None else getattr(optimizer, "optimizers", ())
+
+
 def slots_of(optimizer: keras.Optimizer) -> Iterator[tuple[keras.Variable, keras.Variable]]:
     """Pairs (weight, slot) of all slots that an optimizer has made beside its weights."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for part in [inner] if inner is not None else getattr(optimizer, "optimizers", ()):
+    for part in _inner_optimizers(optimizer):
         yield from slots_of(part)
     weights = getattr(optimizer, "_trainable_variables", None)
     if not weights:

@@ -142,6 +142,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
+        self._check_optimizer(model)
         preparation.renew_if_compiled(model)
         if not preparation.is_built(model):
             return
@@ -256,6 +257,15 @@ class GPipeStrategy(tf.distribute.Strategy):
             raise ModelError(
                 "Expected a model that was made under this strategy's scope, since only such a model runs in the "
                 f"pipeline. Received: '{model.name}', which was not. Make and compile it inside `strategy.scope()`."
+            )
+
+    def _check_optimizer(self, model: keras.Model) -> None:
+        optimizer = compat.foreign_optimizer(getattr(model, "optimizer", None), self)
+        if optimizer is not None:
+            raise ModelError(
+                "Expected an optimizer that was made under this strategy's scope, which places its slots. Received: "
+                f"'{optimizer.name}' ({type(optimizer).__name__}) of '{model.name}', which was not. Make it, and call "
+                "`compile`, inside `strategy.scope()`."
             )
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
