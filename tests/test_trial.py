@@ -55,7 +55,7 @@ def test_what_is_faster_is_chosen_and_the_plan_says_why(monkeypatch, plain, comp
     assert all(stage.jit_compile is chosen for stage in pipeline_of(model, strategy).stages)
     last = str(strategy.plan(model)).splitlines()[-1]
     assert last.startswith("stages are compiled" if chosen else "stages are not compiled")
-    assert f"{1e3 * compiled:.2f} ms with XLA and {1e3 * plain:.2f} without" in last
+    assert f"{1e3 * compiled:.2f} ms forward and back through stage 1 with XLA and {1e3 * plain:.2f} without" in last
     for a, b in zip(model.get_weights(), wanted.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -69,6 +69,31 @@ def test_both_are_timed_and_the_choice_is_made_once(monkeypatch):
     assert len(timed) == 2
     assert all(0 < s < 60 for s in timed)
     assert pipeline_of(model, strategy).jit_compile in (True, False)
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_the_backward_pass_is_timed_too(monkeypatch, remat):
+    """Whatever is faster forward may be slower back."""
+    given = []
+    monkeypatch.setattr(trial, "_seconds", lambda run: given.append(run()) or 1.0)
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto", remat=remat)
+    model = train(strategy)
+    _, layer, last = strategy.plan(model).stages[1].variables, *model.layers[-2:]
+    weights = [*layer.trainable_variables, *last.trainable_variables]
+    total = sum(int(np.prod(v.shape)) for v in weights)
+    assert len(given) == 2
+    for made in given:  # the sums of the gradients of all weights of the stage are in one buffer
+        assert [total] in [tensor.shape.as_list() for tensor in made]
+
+
+def test_a_prediction_times_no_backward_pass(monkeypatch):
+    monkeypatch.setattr(trial, "_seconds", lambda run: len(run()) and 1.0)
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([6]), *(keras.layers.Dense(6) for _ in range(4))])
+        model.compile("sgd", "mse")
+    model.predict(np.ones([16, 6]), batch_size=16, verbose=0)
+    assert "ms forward through stage" in str(strategy.plan(model))
 
 
 def test_a_stage_that_xla_cannot_compile_is_left_as_it_is():

@@ -73,13 +73,20 @@ class Pipeline:
         stages = [stage for stage in self.plan.stages if stage.steps]
         return [Stage(stage, jit_compile=compiled, deferral=deferral) for stage in stages]
 
-    def try_xla(self, training: bool | None, kinds: Mapping[Ref, Any], forwards: Sequence[Forward]) -> bool:
+    def try_xla(
+        self,
+        training: bool | None,
+        kinds: Mapping[Ref, Any],
+        forwards: Sequence[Forward],
+        needs_gradient: Mapping[Ref, bool] | None,
+    ) -> bool:
         """Settles `jit_compile="auto"`, if the shapes of what is between the stages are known.
 
         Args:
             training: the training flag.
             kinds: kinds of the value and of the mask of everything that there is.
             forwards: the forward functions of the stages.
+            needs_gradient: whether the gradient of each is wanted; None if there is no backward pass.
 
         Returns whether the stages are to be compiled from now on.
         """
@@ -93,7 +100,8 @@ class Pipeline:
         else:
             compiled = self._make_stages(compiled=True)
             pairs = zip(self.stages, compiled, strict=True)
-            found = xla_pays(*max(pairs, key=lambda pair: len(pair[0].plan.steps)), training, kinds)
+            largest = max(pairs, key=lambda pair: len(pair[0].plan.steps))
+            found = xla_pays(*largest, training, kinds, needs_gradient, keep=self.remat == "never")
         if found is None:
             return False
         self.jit_compile, reason = found
@@ -171,7 +179,8 @@ class Call:
             self._split_inputs()
         kept = self._kept_micro_batches() if recording and self.training else set()
         self._trace(recording, keep=bool(kept))
-        if self.pipeline.try_xla(self.training, self.specs, self.forwards):
+        needed = self.needs_gradient if recording else None
+        if self.pipeline.try_xla(self.training, self.specs, self.forwards, needed):
             self.stages = self.pipeline.stages
             self._trace(recording, keep=bool(kept))
         self._refuse_forward_mode()

@@ -55,9 +55,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         remat: which micro-batches recompute their activations: "always"; "except_last" (the last keeps them, since its
             backward pass comes first); "never".
         schedule: "gpipe"; others are not available yet.
-        jit_compile: whether XLA compiles each stage on its own device. "auto" tries both ways on zeros when a model is
-            first called, which takes as long as compiling one stage, and keeps what is faster; `plan` tells the reason.
-            TPUs run nothing else, so that there it makes no difference.
+        jit_compile: whether XLA compiles each stage on its own device. "auto" takes a micro-batch of zeros through one
+            stage both ways when a model is first called, which takes as long as compiling it, and keeps what is faster;
+            `plan` tells the reason. TPUs run nothing else, so that there it makes no difference.
 
     Raises:
         ValueError: an argument has a value that is not described above, or there are too few devices.

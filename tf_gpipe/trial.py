@@ -1,20 +1,22 @@
 """`jit_compile="auto"`: whether XLA pays, found out by trying it.
 
-XLA joins small operations into large ones. On a stage of many small operations that saves up to a third of its time; on
-one of a few wide layers it costs as much, and it always costs start-up (docs/benchmarks.md). So the first call whose
-shapes are known runs the forward function of the stage with most operations, on zeros, both ways.
+XLA joins small operations into large ones, at the price of TensorFlow's own kernels for the large ones. On processors
+that mostly costs time, and it always costs start-up; on accelerators it mostly pays (docs/benchmarks.md). So the first
+call whose shapes are known takes one micro-batch of zeros through the stage with most operations, both ways.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tf_gpipe.gradients import Buffers
 from tf_gpipe.stage import Stage
-from tf_gpipe.stage_functions import input_specs
+from tf_gpipe.stage_functions import BackwardKind, input_specs
+from tf_gpipe.values import has_gradient
 
 if TYPE_CHECKING:
     from tf_gpipe.model_graph import Ref
@@ -24,41 +26,88 @@ GAIN = 0.1
 """Share of the time that XLA must save to be chosen: below, noise would decide."""
 
 
-def xla_pays(plain: Stage, compiled: Stage, training: bool | None, kinds: Mapping[Ref, Any]) -> tuple[bool, str] | None:
-    """Tells whether a stage's forward pass is faster when XLA compiles it, and the reason in words.
+def xla_pays(
+    plain: Stage,
+    compiled: Stage,
+    training: bool | None,
+    kinds: Mapping[Ref, Any],
+    needs_gradient: Mapping[Ref, bool] | None,
+    *,
+    keep: bool,
+) -> tuple[bool, str] | None:
+    """Tells whether a micro-batch goes through a stage faster when XLA compiles it, and the reason in words.
 
     Args:
         plain: the stage without XLA.
         compiled: the same stage with it.
         training: the training flag.
         kinds: kinds of the value and of the mask of everything that goes into the stage.
+        needs_gradient: whether the gradient of each is wanted; None if there is no backward pass.
+        keep: whether the backward pass takes kept activations, and makes none again.
 
     Returns:
         None if the shapes are not known yet, so that there is nothing to try it on.
     """
     seconds = []
     for stage in (plain, compiled):
-        signature, forward = stage.traced(training, kinds, None)
-        specs = input_specs(signature, forward.given)
-        if not all(spec.shape.is_fully_defined() for spec in specs):
-            return None
         try:
             with tf.init_scope(), tf.device(stage.device):
-                seconds.append(_seconds(forward.function, [tf.zeros(spec.shape, spec.dtype) for spec in specs]))
+                passes = _passes(stage, training, kinds, needs_gradient, keep=keep)
+                if passes is None:
+                    return None
+                seconds.append(_seconds(passes))
         except tf.errors.OpError as error:
             return False, f"stages are not compiled: XLA cannot compile stage {plain.index} ({type(error).__name__})"
     without, with_xla = (1e3 * s for s in seconds)
     pays = with_xla < (1 - GAIN) * without
-    timed = f"the forward pass of stage {plain.index} took {with_xla:.2f} ms with XLA and {without:.2f} without"
+    there = "forward" if needs_gradient is None else "forward and back"
+    timed = (
+        f"a micro-batch took {with_xla:.2f} ms {there} through stage {plain.index} with XLA and {without:.2f} without"
+    )
     return pays, f"stages are {'' if pays else 'not '}compiled: {timed}"
 
 
-def _seconds(function: Any, inputs: list[tf.Tensor]) -> float:
+def _passes(
+    stage: Stage,
+    training: bool | None,
+    kinds: Mapping[Ref, Any],
+    needs_gradient: Mapping[Ref, bool] | None,
+    *,
+    keep: bool,
+) -> Callable[[], list[tf.Tensor]] | None:
+    """What takes a micro-batch of zeros through a stage, forward and, if gradients are wanted, back."""
+    signature, forward = stage.traced(training, kinds, needs_gradient if keep else None)
+    inputs = _zeros(input_specs(signature, forward.given))
+    if needs_gradient is None or inputs is None:
+        return None if inputs is None else lambda: forward.function(*inputs)
+    wanted, trained = tuple(needs_gradient[ref] for ref in signature.inputs), stage.trained(signature)
+    kind = BackwardKind(signature, wanted, tuple(map(has_gradient, forward.values)), (True,) * len(forward.losses))
+    given = _zeros(kind.specs(forward.values, forward.losses))
+    recorded = stage.recorded(signature, wanted) if keep else None
+    if given is None:
+        return None
+    if not given or not (trained or any(wanted)):
+        return lambda: forward.function(*inputs)
+    sums = Buffers.of(trained).zeros(trained, compiled=stage.jit_compile)
+    if recorded is not None and stage.keeps(recorded):
+        there, back = recorded.kept_forward, recorded.kept_backward
+        return lambda: back.function(*there.take(there.function(*inputs)).residuals, *given, *sums)
+    back = stage.backward(kind)
+    return lambda: [*forward.function(*inputs), *back.function(*inputs, *given, *sums)]
+
+
+def _zeros(specs: list[Any]) -> list[tf.Tensor] | None:
+    """Tensors of these kinds; None if there are none without knowing more."""
+    known = all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs)
+    return [tf.zeros(spec.shape, spec.dtype) for spec in specs] if known else None
+
+
+def _seconds(run: Callable[[], list[tf.Tensor]]) -> float:
     """The shortest of a few runs, after one that is not counted."""
     times = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
-        for tensor in function(*inputs):
+        for tensor in run():
             if tensor.dtype.is_floating:
                 tensor.numpy()  # until it has been computed, wherever it is
         times.append(time.perf_counter() - start)
