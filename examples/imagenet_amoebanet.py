@@ -45,6 +45,7 @@ A small network learns scikit-learn's digits in about two minutes, in two stages
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,72 +54,119 @@ import keras
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from amoebanet import images, memory, training
-from amoebanet.model import amoebanet, count_parameters, without_weights
+from amoebanet.model import amoebanet, most_stages
+from flags import check_stages, errors_of_arguments, number, whole
+from shapes import count_parameters, shapes_only
 
 import tf_gpipe
 
 VALUES_PER_WEIGHT = 4  # the weight, its gradient, and RMSProp's two slots; averages are a fifth
+# In a smaller one the last reduction has a single pixel to halve: there is nothing to learn, and the gradients that
+# TensorFlow 2.21 takes with oneDNN in bfloat16 hold values of uninitialised memory.
+SMALLEST_IMAGE = 19
+SMALLEST_IMAGE_OF_HEAD = 67  # of which the auxiliary head sees 5x5 features
+
+COUNT = whole(at_least=1)
+POSITIVE = number(above=0, below=math.inf)
+NOT_NEGATIVE = number(at_least=0, below=math.inf)
+PART = number(above=0, at_most=1)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains an AmoebaNet in a pipeline.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    choice = argparse.BooleanOptionalAction
-
     do = parser.add_argument_group("what to do; without any of these: train, or go on with the training in --output")
     do.add_argument("--plan", action="store_true", help="print stages and their memory, and end")
     do.add_argument("--evaluate", action="store_true", help="evaluate the newest checkpoint in --output, and end")
-    do.add_argument("--init-from", type=Path, metavar="FILE.weights.h5", help="begin with these, but a new classifier")
-    do.add_argument("--output", type=Path, default=Path("amoebanet_run"), help="folder of checkpoints and weights")
-    do.add_argument("--logs", type=Path, help="folder of TensorBoard logs")
+    do.add_argument("--init-from", type=file, metavar="FILE.weights.h5", help="begin with these, but a new classifier")
+    do.add_argument("--output", type=folder, default=Path("amoebanet_run"), help="folder of checkpoints and weights")
+    do.add_argument("--logs", type=folder, help="folder of TensorBoard logs")
+    add_data_flags(parser)
+    add_model_flags(parser)
+    add_recipe_flags(parser)
+    add_pipeline_flags(parser)
+    return parser
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", default="imagenet2012", help="a data set of TFDS, or folder:PATH")
-    data.add_argument("--data-dir", help="where TFDS keeps its data")
-    data.add_argument("--image-size", type=int, default=299)
-    data.add_argument("--crop", choices=["inception", "full"], default="inception", help="of training images")
-    data.add_argument("--evaluation-crop", type=float, default=0.875, help="of their height and width, the middle part")
-    data.add_argument("--flip", action=choice, default=True, help="mirror half of the training images")
-    data.add_argument("--colour", action=choice, default=True, help="change their brightness and colours")
-    data.add_argument("--rand-augment", type=float, default=0.0, help="strength of RandAugment, 0 to 1")
-    data.add_argument("--cutout", type=int, default=0, help="side in pixels of a square that is made grey")
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--genotype", choices=["A", "B", "D"], default="D")
-    model.add_argument("--layout", choices=["tf", "torch"], default="tf")
-    model.add_argument("--cells", type=int, default=12, help="L: normal cells")
-    model.add_argument("--filters", type=int, default=256, help="D: filters of the first third of them")
-    model.add_argument("--auxiliary-head", action=choice, default=True, help="a second classifier, for training")
-    model.add_argument("--dropout-keep", type=float, default=0.5)
-    model.add_argument("--drop-path-keep", type=float, default=1.0, help="at the last step; 1 drops no paths")
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    choice, strength = argparse.BooleanOptionalAction, number(at_least=0, at_most=1)
+    group.add_argument("--data", default="imagenet2012", help="a data set of TFDS, or folder:PATH")
+    group.add_argument("--data-dir", help="where TFDS keeps its data")
+    group.add_argument("--image-size", type=whole(at_least=SMALLEST_IMAGE), default=299)
+    group.add_argument("--crop", choices=["inception", "full"], default="inception", help="of training images")
+    group.add_argument("--evaluation-crop", type=PART, default=0.875, help="of height and width, the middle part")
+    group.add_argument("--flip", action=choice, default=True, help="mirror half of the training images")
+    group.add_argument("--colour", action=choice, default=True, help="change their brightness and colours")
+    group.add_argument("--rand-augment", type=strength, default=0.0, help="strength of RandAugment, 0 to 1")
+    group.add_argument("--cutout", type=whole(at_least=0), default=0, help="side in pixels of a square made grey")
 
-    recipe = parser.add_argument_group("recipe")
-    recipe.add_argument("--epochs", type=int, default=48)
-    recipe.add_argument("--batch-size", type=int, default=256)
-    recipe.add_argument("--learning-rate", type=float, default=0.64)
-    recipe.add_argument("--decay", type=float, default=0.9, help="of the learning rate after each epoch")
-    recipe.add_argument("--warm-up-epochs", type=float, default=3.0)
-    recipe.add_argument("--epsilon", type=float, default=1.0, help="of RMSProp")
-    recipe.add_argument("--weight-decay", type=float, default=4e-5)
-    recipe.add_argument("--label-smoothing", type=float, default=0.1)
-    recipe.add_argument("--average", type=float, default=0.9999, help="decay of the averages of weights; 0 for none")
-    recipe.add_argument("--seed", type=int, default=0)
 
-    pipeline = parser.add_argument_group("pipeline")
-    pipeline.add_argument("--stages", type=int, default=4)
-    pipeline.add_argument(
-        "--devices", choices=["cpu", "gpu", "tpu"], help="without it GPUs if there are so many, else logical CPUs"
-    )
-    pipeline.add_argument("--micro-batches", type=int, default=16)
-    pipeline.add_argument("--remat", choices=["always", "except_last", "never"], default="except_last")
-    pipeline.add_argument("--jit-compile", action="store_true")
-    pipeline.add_argument("--mixed-precision", action="store_true", help="bfloat16 activations, float32 weights")
-    pipeline.add_argument("--device-memory", type=float, default=16.0, help="GiB of a device, for --plan")
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    cells, filters = whole(at_least=3, a_multiple_of=3), whole(at_least=4, a_multiple_of=4)
+    head = {"action": argparse.BooleanOptionalAction, "default": True}
+    group.add_argument("--genotype", choices=["A", "B", "D"], default="D")
+    group.add_argument("--layout", choices=["tf", "torch"], default="tf")
+    group.add_argument("--cells", type=cells, default=12, help="L: normal cells")
+    group.add_argument("--filters", type=filters, default=256, help="D: filters of the first third of them")
+    group.add_argument("--auxiliary-head", **head, help="a second classifier, for training")
+    group.add_argument("--dropout-keep", type=PART, default=0.5)
+    group.add_argument("--drop-path-keep", type=PART, default=1.0, help="at the last step; 1 drops no paths")
 
+
+def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recipe")
+    average = number(at_least=0, below=1)
+    group.add_argument("--epochs", type=whole(at_least=0), default=48)
+    group.add_argument("--batch-size", type=COUNT, default=256)
+    group.add_argument("--learning-rate", type=POSITIVE, default=0.64)
+    group.add_argument("--decay", type=PART, default=0.9, help="of the learning rate after each epoch")
+    group.add_argument("--warm-up-epochs", type=NOT_NEGATIVE, default=3.0)
+    group.add_argument("--epsilon", type=POSITIVE, default=1.0, help="of RMSProp")
+    group.add_argument("--weight-decay", type=NOT_NEGATIVE, default=4e-5)
+    group.add_argument("--label-smoothing", type=number(at_least=0, at_most=1), default=0.1)
+    group.add_argument("--average", type=average, default=0.9999, help="decay of the averages of weights; 0 for none")
+    group.add_argument("--seed", type=whole(at_least=0, below=2**32), default=0)
+
+
+def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pipeline")
+    kinds = {"choices": ["cpu", "gpu", "tpu"], "help": "without it GPUs if there are so many, else logical CPUs"}
+    group.add_argument("--stages", type=COUNT, default=4)
+    group.add_argument("--devices", **kinds)
+    group.add_argument("--micro-batches", type=COUNT, default=16)
+    group.add_argument("--remat", choices=["always", "except_last", "never"], default="except_last")
+    group.add_argument("--jit-compile", action="store_true", help="compile each stage with XLA")
+    group.add_argument("--mixed-precision", action="store_true", help="bfloat16 activations, float32 weights")
+    group.add_argument("--device-memory", type=POSITIVE, default=16.0, help="GiB of a device, for --plan")
+
+
+def file(text: str) -> Path:
+    """The type of a flag that names a file to read."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"Expected a file. Received: {text!r}, where there is none.")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """The type of a flag that names a folder to write to."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"Expected a folder, which may be a new one. Received: {text!r}, a file.")
+    return Path(text)
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.layout == "torch":
         arguments.auxiliary_head = False
+    if arguments.auxiliary_head and arguments.image_size < SMALLEST_IMAGE_OF_HEAD:
+        parser.error(
+            f"argument --image-size: Expected at least {SMALLEST_IMAGE_OF_HEAD} pixels for the auxiliary head. "
+            f"Received: '{arguments.image_size}'. Leave the head out with --no-auxiliary-head."
+        )
+    check_stages(parser, arguments.stages, most_stages(arguments.cells, arguments.auxiliary_head))
     return arguments
 
 
@@ -138,7 +186,7 @@ def make_model(arguments: argparse.Namespace, num_classes: int) -> keras.Model:
 
 
 def print_plan(arguments: argparse.Namespace, strategy: tf_gpipe.GPipeStrategy, num_classes: int) -> None:
-    with without_weights():
+    with shapes_only():
         with strategy.scope():
             model = make_model(arguments, num_classes)
         plan = strategy.plan(model)
@@ -187,30 +235,53 @@ def train(
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
+def make_logical_cpus(arguments: argparse.Namespace) -> None:
+    """Makes logical CPU devices for the stages, where these shall or have to run on them."""
     enough = len(tf.config.list_physical_devices("GPU")) >= arguments.stages
     if arguments.devices == "cpu" or (arguments.devices is None and not enough):
         tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
+
+
+def compile_model(arguments: argparse.Namespace, model: keras.Model, steps_per_epoch: int) -> None:
+    rate = training.WarmUpAndDecay(arguments.learning_rate, steps_per_epoch, arguments.warm_up_epochs, arguments.decay)
+    recipe = {"label_smoothing": arguments.label_smoothing, "average": arguments.average}
+    training.compile_model(model, rate, epsilon=arguments.epsilon, **recipe)
+
+
+def print_accuracy(arguments: argparse.Namespace, model: keras.Model, builder: tfds.core.DatasetBuilder) -> None:
+    size = arguments.image_size, arguments.batch_size
+    tests = images.evaluation_images(builder, *size, arguments.evaluation_crop)
+    results = model.evaluate(labelled(tests, model), return_dict=True, verbose=0)
+    top_1, top_5 = (100 * results[name] for name in training.metric_names(model))
+    print(f"top-1 {top_1:.1f} %, top-5 {top_5:.1f} %")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    arguments = parse_arguments(parser, argv)
+    make_logical_cpus(arguments)
     if arguments.mixed_precision:
         keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(arguments.seed)
     pipeline = {"devices": arguments.devices, "remat": arguments.remat, "jit_compile": arguments.jit_compile}
-    strategy = tf_gpipe.GPipeStrategy(arguments.stages, arguments.micro_batches, **pipeline)
-    builder = images.open_data(arguments.data, arguments.data_dir)
+    with errors_of_arguments(parser):
+        strategy = tf_gpipe.GPipeStrategy(arguments.stages, arguments.micro_batches, **pipeline)
+        builder = images.open_data(arguments.data, arguments.data_dir)
+        num_classes = images.num_classes(builder)
     if arguments.plan:
-        print_plan(arguments, strategy, images.num_classes(builder))
+        print_plan(arguments, strategy, num_classes)
         return
 
     images.prepare(builder)
-    steps_per_epoch = images.steps_per_epoch(builder, arguments.batch_size)
-    rate = training.WarmUpAndDecay(arguments.learning_rate, steps_per_epoch, arguments.warm_up_epochs, arguments.decay)
+    with errors_of_arguments(parser):
+        steps_per_epoch = images.steps_per_epoch(builder, arguments.batch_size)
+        images.evaluation_split(builder)
     with strategy.scope():
-        model = make_model(arguments, images.num_classes(builder))
+        model = make_model(arguments, num_classes)
         if arguments.init_from:
-            training.load_pretrained(model, arguments.init_from)
-        recipe = {"label_smoothing": arguments.label_smoothing, "average": arguments.average}
-        training.compile_model(model, rate, epsilon=arguments.epsilon, **recipe)
+            with errors_of_arguments(parser):
+                training.load_pretrained(model, arguments.init_from)
+        compile_model(arguments, model, steps_per_epoch)
         checkpoints = training.Checkpoints(model, arguments.output / "checkpoints")
     print(strategy.plan(model))
 
@@ -223,11 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model.optimizer.finalize_variable_values(model.trainable_weights)  # the averages
     if not arguments.evaluate:
         model.save_weights(arguments.output / "final.weights.h5")
-    size = arguments.image_size, arguments.batch_size
-    tests = images.evaluation_images(builder, *size, arguments.evaluation_crop)
-    results = model.evaluate(labelled(tests, model), return_dict=True, verbose=0)
-    top_1, top_5 = (100 * results[name] for name in training.metric_names(model))
-    print(f"top-1 {top_1:.1f} %, top-5 {top_5:.1f} %")
+    print_accuracy(arguments, model, builder)
 
 
 if __name__ == "__main__":

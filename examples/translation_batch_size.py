@@ -22,43 +22,42 @@ show the difference in the loss already; this is the end of a run with --steps 8
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from translation import data, decoding, training
+import flags
+from translation import comparison
+from translation.model import most_stages
 
 import tf_gpipe
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a Transformer at several batch sizes, by micro-batches.")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rows", type=int, default=16, help="pairs in a micro-batch")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--test-pairs", type=int, default=200, help="most held-out messages to translate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, three languages and a few steps")
-    return parser.parse_args()
+SIZES = {"layers": 2, "hidden": 512, "heads": 4, "width": 128}
+QUICK_SIZES = {"layers": 1, "hidden": 64, "heads": 2, "width": 32}
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
-    languages, vocabulary, size = data.LANGUAGES, 2000, {"layers": 2, "hidden": 512, "heads": 4, "width": 128}
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = comparison.make_parser("Trains a Transformer at several batch sizes, by micro-batches.")
+    count = flags.whole(at_least=1)
+    parser.add_argument("--micro-batches", type=count, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rows", type=count, default=16, help="pairs in a micro-batch")
+    arguments = comparison.parse(parser, argv)
+    arguments.sizes = QUICK_SIZES if arguments.quick else SIZES
     if arguments.quick:
-        languages, vocabulary, size = ("de", "lb", "nl"), 500, {"layers": 1, "hidden": 64, "heads": 2, "width": 32}
-        arguments.micro_batches, arguments.steps, arguments.test_pairs = [1, 2, 4], 8, 8
-    corpus = data.load_corpus(languages, vocabulary)
+        arguments.micro_batches = [1, 2, 4]
+    flags.check_stages(parser, arguments.stages, most_stages(arguments.sizes["layers"]))
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
+    corpus = comparison.load_corpus(arguments)
 
     results = []
     for num_micro_batches in arguments.micro_batches:
         rows = num_micro_batches * arguments.rows
         print(f"{num_micro_batches} micro-batches of {arguments.rows} rows")
-        strategy = tf_gpipe.GPipeStrategy(arguments.stages, num_micro_batches)
-        model = training.compiled_model(strategy, corpus, **size, seed=arguments.seed)
-        training.fit(model, corpus, rows=rows, steps=arguments.steps // 4, seed=arguments.seed, epochs=4)
-        translator = decoding.Translator(model, corpus.tokenizer)
-        loss = training.held_out_loss(model, corpus, corpus.held_out)
-        bleu = training.held_out_bleu(translator, data.every(corpus.held_out, arguments.test_pairs), beam_size=4)
+        model = comparison.train(arguments, corpus, arguments.sizes, num_micro_batches, rows)
+        [(loss, bleu)] = comparison.scores(arguments, corpus, model, [corpus.held_out])
         results.append(f"{num_micro_batches:3} {rows * corpus.length:12,} {loss:6.2f} {bleu:6.1f}")
 
     print("  M tokens/batch   loss   BLEU")

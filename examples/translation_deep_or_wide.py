@@ -16,58 +16,51 @@ of messages ("high") and for the 5 others ("low").
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from translation import data, decoding, training
+import flags
+from translation import comparison, data
+from translation.model import most_stages
 
 import tf_gpipe
 
-MODELS = {"deep": (6, 256, 2), "wide": (3, 512, 4)}  # L, H and A
-QUICK_MODELS = {"deep": (2, 32, 1), "wide": (1, 64, 2)}
+MODELS = {
+    "deep": {"layers": 6, "hidden": 256, "heads": 2, "width": 128},
+    "wide": {"layers": 3, "hidden": 512, "heads": 4, "width": 128},
+}
+QUICK_MODELS = {
+    "deep": {"layers": 2, "hidden": 32, "heads": 1, "width": 32},
+    "wide": {"layers": 1, "hidden": 64, "heads": 2, "width": 32},
+}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compares a deep and a wide Transformer with equal parameters.")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rows", type=int, default=64, help="pairs in a mini-batch")
-    parser.add_argument("--test-pairs", type=int, default=200, help="most pairs of either group to translate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="tiny models, three languages and a few steps")
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
-    tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
-    models, languages, vocabulary, width = MODELS, data.LANGUAGES, 2000, 128
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = comparison.make_parser("Compares a deep and a wide Transformer with equal parameters.")
+    count = flags.whole(at_least=1)
+    parser.add_argument("--micro-batches", type=count, default=4)
+    parser.add_argument("--rows", type=count, default=64, help="pairs in a mini-batch")
+    arguments = comparison.parse(parser, argv)
+    arguments.models = QUICK_MODELS if arguments.quick else MODELS
     if arguments.quick:
-        models, languages, vocabulary, width = QUICK_MODELS, ("de", "lb", "nl"), 500, 32
-        arguments.steps, arguments.rows, arguments.test_pairs = 8, 32, 8
-    corpus = data.load_corpus(languages, vocabulary)
+        arguments.rows = 32
+    flags.check_stages(parser, arguments.stages, most_stages(min(size["layers"] for size in arguments.models.values())))
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
+    corpus = comparison.load_corpus(arguments)
     low = [pair for pair in corpus.held_out if pair.language in data.LOW_RESOURCE]
     high = [pair for pair in corpus.held_out if pair.language not in data.LOW_RESOURCE]
 
     results = []
-    for name, (layers, hidden, heads) in models.items():
-        print(f"{name}: T({layers}, {hidden}, {heads})")
-        model = training.compiled_model(
-            tf_gpipe.GPipeStrategy(arguments.stages, arguments.micro_batches),
-            corpus,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            width=width,
-            seed=arguments.seed,
-        )
-        training.fit(model, corpus, rows=arguments.rows, steps=arguments.steps // 4, seed=arguments.seed, epochs=4)
-        translator = decoding.Translator(model, corpus.tokenizer)
-        scores = []
-        for pairs in (high, low):
-            loss = training.held_out_loss(model, corpus, pairs)
-            bleu = training.held_out_bleu(translator, data.every(pairs, arguments.test_pairs), beam_size=4)
-            scores.append(f"{loss:8.2f} {bleu:9.1f}")
-        results.append(f"{name} {model.count_params():12,} {scores[0]} {scores[1]}")
+    for name, sizes in arguments.models.items():
+        print(f"{name}: T({sizes['layers']}, {sizes['hidden']}, {sizes['heads']})")
+        model = comparison.train(arguments, corpus, sizes, arguments.micro_batches, arguments.rows)
+        scores = comparison.scores(arguments, corpus, model, [high, low])
+        columns = "".join(f" {loss:8.2f} {bleu:9.1f}" for loss, bleu in scores)
+        results.append(f"{name} {model.count_params():12,}{columns}")
 
     print("model  parameters loss high BLEU high loss low  BLEU low")
     print(*results, sep="\n")

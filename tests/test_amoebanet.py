@@ -14,7 +14,8 @@ import tf_gpipe
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from amoebanet import training
-from amoebanet.model import Cell, Classifier, FactorizedReduction, Stem, amoebanet, count_parameters, without_weights
+from amoebanet.model import Cell, Classifier, FactorizedReduction, Stem, amoebanet, most_stages
+from shapes import count_parameters, shapes_only
 
 TORCH = {"layout": "torch"}
 HEAD = {"auxiliary_head": True}
@@ -39,20 +40,28 @@ COUNTS = [
 @pytest.mark.parametrize(("genotype", "cells", "filters", "size", "classes", "options", "count"), COUNTS)
 def test_parameters(genotype, cells, filters, size, classes, options, count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with without_weights():
+    with shapes_only():
         model = amoebanet(genotype, cells, filters, size, classes, **options)
     assert count_parameters(model) == count
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # 512 MiB, where the largest has 7 GB
 
 
 def test_moving_statistics_are_not_trained():
-    with without_weights():
+    with shapes_only():
         model = amoebanet("D", 18, 256, 224, 1001)
     assert sum(np.prod(v.shape) for v in model.non_trainable_weights) == 204_448
 
 
+@pytest.mark.parametrize("auxiliary_head", [False, True])
+def test_as_many_stages_as_layers(auxiliary_head):
+    with shapes_only():
+        model = amoebanet("D", 6, 16, 67, 10, auxiliary_head=auxiliary_head)
+        plan = tf_gpipe.GPipeStrategy(1).plan(model)
+    assert len(plan.stages[0].operations) == most_stages(6, auxiliary_head)
+
+
 def test_shapes_at_224_pixels():
-    with without_weights():
+    with shapes_only():
         model = amoebanet("D", 3, 256, 224, 1001, auxiliary_head=True)
     shapes = {layer.name: layer.output[0].shape[1:] for layer in model.layers if isinstance(layer, Cell)}
     assert model.get_layer("stem").output.shape[1:] == (111, 111, 32)
@@ -104,7 +113,7 @@ def test_impossible_networks_are_refused():
         amoebanet("E")
     with pytest.raises(ValueError, match="multiple of 3"):
         amoebanet("D", 4, 16, 64)
-    with without_weights(), pytest.raises(ValueError, match="leave the head out"):
+    with shapes_only(), pytest.raises(ValueError, match="leave the head out"):
         amoebanet("D", 3, 16, 64, auxiliary_head=True)
 
 

@@ -67,7 +67,7 @@ def test_runs_and_writes(name, written):
         assert f"| {row} " in printed
         assert f"| {row} " in section
     if name == "growth":
-        assert (docs / "benchmarks_layers.png").stat().st_size > 1000
+        assert (docs / "pictures" / "benchmarks_layers.png").stat().st_size > 1000
 
 
 def test_a_second_size_traces_each_function_once_more_and_a_third_none(written):

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,16 @@ def folder(tmp_path_factory) -> Path:
                 image = np.full([40, 50, 3], colour, "uint8")
                 encode = tf.io.encode_png if i % 2 else tf.io.encode_jpeg
                 (root / split / label / f"{i}.{'png' if i % 2 else 'jpg'}").write_bytes(encode(image).numpy())
+    return root
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """Where scikit-learn's digits are, as TensorFlow Datasets keeps them."""
+    root = tmp_path_factory.mktemp("digits")
+    # Not imported: in a package, TensorFlow Datasets asks for a module that it does not install.
+    program = runpy.run_path(str(Path(images.__file__).with_name("sklearn_digits.py")))
+    program["SklearnDigits"](data_dir=root).download_and_prepare()
     return root
 
 
@@ -187,11 +198,8 @@ def test_images_in_folders(folder):
     assert sum(len(x) for x, _ in images.evaluation_images(builder, 16, 4)) == 6
 
 
-def test_digits(tmp_path):
-    # Not imported: in a package, TensorFlow Datasets asks for a module that it does not install.
-    program = runpy.run_path(str(Path(images.__file__).with_name("sklearn_digits.py")))
-    program["SklearnDigits"](data_dir=tmp_path).download_and_prepare()
-    builder = images.open_data("sklearn_digits", tmp_path)
+def test_digits(digits):
+    builder = images.open_data("sklearn_digits", digits)
     assert images.steps_per_epoch(builder, 100) == 14
     with pytest.raises(ValueError, match="at most 1440 images"):
         images.steps_per_epoch(builder, 1441)
@@ -216,10 +224,12 @@ def command(data: str, *arguments: object) -> list[str]:
     ]
 
 
-def run(data: str, *arguments: object) -> str:
-    done = subprocess.run(command(data, *arguments), capture_output=True, text=True, timeout=600, env=dict(os.environ))
+def run(data: str, *arguments: object, log_level: str = "3") -> tuple[str, str]:
+    """What the script prints, and what TensorFlow logs from a level on."""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": log_level}
+    done = subprocess.run(command(data, *arguments), capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def weights_in(path: Path) -> dict[str, np.ndarray]:
@@ -233,7 +243,7 @@ def weights_in(path: Path) -> dict[str, np.ndarray]:
 def trained(data, tmp_path_factory) -> tuple[Path, str]:
     """A training of two epochs: its folder, and what it printed."""
     output = tmp_path_factory.mktemp("trained")
-    printed = run("photos", "--data-dir", data, "--epochs", 2, "--output", output, "--logs", output / "logs")
+    printed, _ = run("photos", "--data-dir", data, "--epochs", 2, "--output", output, "--logs", output / "logs")
     return output, printed
 
 
@@ -259,7 +269,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(trained, data, tmp_path):
     assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "final.weights.h5").exists()
 
-    printed = run("photos", *arguments)
+    printed, _ = run("photos", *arguments)
     assert "Epoch 1/2" not in printed
     assert "Epoch 2/2" in printed
     resumed, whole = weights_in(tmp_path / "final.weights.h5"), weights_in(trained[0] / "final.weights.h5")
@@ -290,6 +300,17 @@ def test_evaluation(trained, data, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == trained[1].splitlines()[-1]
 
 
+def test_mixed_precision_and_xla(digits, tmp_path):
+    flags = "--image-size 20 --crop full --evaluation-crop 1 --no-flip --no-colour --warm-up-epochs 0 --epochs 2"
+    flags += " --learning-rate 0.01 --batch-size 51 --micro-batches 3"  # without a rest: XLA compiles for each size
+    more = ["--data-dir", digits, "--output", tmp_path, "--mixed-precision", "--jit-compile"]
+    printed, logged = run("sklearn_digits", *flags.split(), *more, log_level="0")
+    assert "5.18 kB\n" in printed  # what the stem sends: 9x9x32 values of two bytes
+    assert "Compiled cluster using XLA" in logged
+    first, second = (float(loss) for loss in re.findall(r" - loss: (\S+)", printed))
+    assert second < first - 0.5
+
+
 def test_plan(capsys):
     arguments = ["--plan", "--genotype", "B", "--cells", "18", "--filters", "512", "--image-size", "480"]
     arguments += ["--batch-size", "128", "--micro-batches", "32"]
@@ -299,3 +320,77 @@ def test_plan(capsys):
     assert "It does not fit: stage 3 needs most" in printed
     imagenet_amoebanet.main([*arguments, "--stages", "8", "--device-memory", "80"])
     assert "It fits: stage" in capsys.readouterr().out
+
+
+# --- odd flags ---
+
+COUNT = "a whole number, at least 1"
+PART = "a number, above 0 and at most 1"
+FROM_0_TO_1 = "a number, at least 0 and at most 1"
+POSITIVE = "a number, above 0 and below inf"
+NOT_NEGATIVE = "a number, at least 0 and below inf"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--image-size", "18", "a whole number, at least 19"),
+        ("--image-size", "66", "at least 67 pixels for the auxiliary head"),
+        ("--evaluation-crop", "0", PART),
+        ("--evaluation-crop", "1.1", PART),
+        ("--rand-augment", "-0.1", FROM_0_TO_1),
+        ("--cutout", "-1", "a whole number, at least 0"),
+        ("--cells", "4", "a whole number, at least 3 and a multiple of 3"),
+        ("--filters", "0", "a whole number, at least 4 and a multiple of 4"),
+        ("--filters", "6", "a whole number, at least 4 and a multiple of 4"),
+        ("--dropout-keep", "0", PART),
+        ("--drop-path-keep", "nan", PART),
+        ("--epochs", "-1", "a whole number, at least 0"),
+        ("--batch-size", "0", COUNT),
+        ("--learning-rate", "inf", POSITIVE),
+        ("--decay", "0", PART),
+        ("--warm-up-epochs", "-1", NOT_NEGATIVE),
+        ("--epsilon", "0", POSITIVE),
+        ("--weight-decay", "much", NOT_NEGATIVE),
+        ("--label-smoothing", "2", FROM_0_TO_1),
+        ("--average", "1", "a number, at least 0 and below 1"),
+        ("--seed", "-1", "a whole number, at least 0 and below 4294967296"),
+        ("--stages", "0", COUNT),
+        ("--stages", "20", "at most 19, the model's operations"),
+        ("--micro-batches", "0", COUNT),
+        ("--device-memory", "0", POSITIVE),
+        ("--init-from", "/nowhere.weights.h5", "a file"),
+        ("--output", __file__, "a folder, which may be a new one"),
+    ],
+)
+def test_odd_flags_are_refused(flag, value, expected, monkeypatch, capsys):
+    monkeypatch.setattr(imagenet_amoebanet, "make_logical_cpus", lambda arguments: pytest.fail("not refused"))
+    printed = refusal([flag, value], capsys)
+    assert f"error: argument {flag}: Expected {expected}. Received: '{value}'" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no_such_data"], "no_such_data"),
+        (["--data", "folder:/nowhere"], "Expected images in /nowhere/split/class"),
+        (["--data", "photos", "--devices", "gpu", "--stages", "9"], "Expected at least 9 devices"),
+        (["--data", "photos", "--batch-size", "97"], "Expected mini-batches of at most 96 images"),
+    ],
+)
+def test_data_and_devices_that_are_not_there_are_refused(arguments, message, data, capsys):
+    assert message in refusal(["--data-dir", str(data), *MODEL, *PIPELINE, *arguments], capsys)
+
+
+def test_data_must_have_a_split_to_train_on(folder, tmp_path, capsys):
+    shutil.copytree(folder / "test", tmp_path / "test")
+    message = "Expected a data set with a split to train on, 'train'."
+    assert message in refusal(["--data", f"folder:{tmp_path}", *MODEL, *PIPELINE], capsys)
+
+
+def refusal(arguments: list[str], capsys) -> str:
+    """What the script says of wrong arguments."""
+    with pytest.raises(SystemExit) as ended:
+        imagenet_amoebanet.main(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err

@@ -1,9 +1,12 @@
 """The translation example: counts, masks, stability, data, loss, beam search, and the scripts."""
 
 import collections
+import contextlib
+import functools
 import importlib
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +26,7 @@ sys.path.append(str(ROOT / "examples"))
 data, decoding, model, training = (
     importlib.import_module(f"translation.{name}") for name in ("data", "decoding", "model", "training")
 )
+shapes = importlib.import_module("shapes")
 
 SMALL = {"width": 16, "head_dim": 8, "vocabulary": 20, "length": 6}
 SENTENCES = np.array([[5, 6, 7, 3, 0, 0], [8, 3, 0, 0, 0, 0], [9, 10, 11, 12, 13, 3], [14, 15, 3, 0, 0, 0]])
@@ -41,7 +45,7 @@ def logits(made: keras.Model, sources: np.ndarray = SENTENCES, targets: np.ndarr
 
 def count_parameters(layers: int, make: Callable[[int], keras.Model]) -> int:
     """The parameters of a deep model, from models of one and two layers."""
-    with model.shapes_only():
+    with shapes.shapes_only():
         one, two = (make(n).count_params() for n in (1, 2))
     return one + (layers - 1) * (two - one)
 
@@ -72,17 +76,34 @@ def test_counts_of_language_models(layers, parameters):
 
 
 def test_every_block_counts_alike():
-    with model.shapes_only():
+    with shapes.shapes_only():
         assert model.language_transformer(13).count_params() == 785_765_632
         assert f"{model.translation_transformer(12, 16384, 32).count_params() / 1e6:.1f}" == "1303.9"
 
 
-def test_shapes_only_leaves_nothing_behind():
-    with model.shapes_only():
-        small()
-    after = keras.layers.Dense(2)
-    after.build((None, 3))
-    assert after.kernel.numpy().shape == (3, 2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_shapes_only_leaves_nothing_behind(fails):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with contextlib.suppress(ZeroDivisionError), shapes.shapes_only():
+            small()
+            if fails:
+                raise ZeroDivisionError
+        after = keras.layers.Dense(2)
+        after.build((None, 3))
+        assert after.kernel.numpy().shape == (3, 2)
+        assert after.compute_dtype == "bfloat16"
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("language_model", [False, True])
+def test_as_many_stages_as_operations(language_model):
+    make = model.language_transformer if language_model else functools.partial(model.translation_transformer, heads=2)
+    with shapes.shapes_only():
+        plan = tf_gpipe.GPipeStrategy(1).plan(make(3, hidden=32))
+    assert len(plan.stages[0].operations) == model.most_stages(3, language_model=language_model)
 
 
 @pytest.mark.parametrize("tables", [1, 2, 3])
@@ -383,17 +404,28 @@ def test_transformer_script():
     assert "of the copied source" in printed
 
 
-def test_transformer_script_plans_a_big_model():
-    printed = run("transformer", "--plan", "--layers", "24", "--hidden", "8192", "--heads", "16", "--stages", "4")
+def test_transformer_script_plans_a_model_of_the_paper():
+    printed = run("transformer", "--plan")
     assert printed.splitlines()[-1] == "1,303,904,256 parameters"
-    assert "decoder_23" in printed or "logits" in printed
+    assert "of 't_24_8192_16'" in printed
+    assert float(re.search(r"balance (\d\.\d+)", printed)[1]) > 0.9
+
+
+def test_transformer_script_plans_the_sizes_that_are_given():
+    sizes = "--layers 4 --hidden 64 --heads 2 --width 32 --vocabulary 500 --stages 3"
+    printed = run("transformer", "--plan", *sizes.split())
+    assert "of 't_4_64_2'" in printed
+    # Blocks: 4 and 8 projections of 32 by 2 x 64, and 2 layers of 32 by 64; three tables.
+    assert printed.splitlines()[-1] == f"{4 * (4 + 8) * 32 * 128 + 8 * 2 * 32 * 64 + 3 * 500 * 32:,} parameters"
+    printed = run("transformer", "--plan", "--language-model", *sizes.split())
+    assert "of 'transformer_4'" in printed
 
 
 def test_deep_and_wide_have_equally_many_parameters():
     script = importlib.import_module("translation_deep_or_wide")
-    with model.shapes_only():
-        sizes = {"width": 128, "head_dim": 32, "tables": 2}
-        counts = [model.translation_transformer(*size, **sizes).count_params() for size in script.MODELS.values()]
+    with shapes.shapes_only():
+        more = {"head_dim": 32, "tables": 2}
+        counts = [shapes.count_parameters(model.translation_transformer(**s, **more)) for s in script.MODELS.values()]
     assert counts[0] == counts[1]
 
 
@@ -406,3 +438,84 @@ def test_deep_or_wide_script():
 def test_batch_size_script():
     rows = [line.split() for line in run("batch_size", "--quick").splitlines()[-3:]]
     assert [row[:2] for row in rows] == [["1", "384"], ["2", "768"], ["4", "1,536"]]
+
+
+AT_LEAST_1 = "a whole number, at least 1"
+SEED = "a whole number, at least 0 and below 4294967296"
+OF_BOTH_COMPARISONS = [
+    ("--stages", "0", AT_LEAST_1),
+    ("--stages", "two", AT_LEAST_1),
+    ("--rows", "0", AT_LEAST_1),
+    ("--micro-batches", "-4", AT_LEAST_1),
+    ("--steps", "3", "a whole number, at least 4"),
+    ("--test-pairs", "0", AT_LEAST_1),
+    ("--seed", "4294967296", SEED),
+]
+OF_TRANSFORMER = [
+    ("--stages", "0", AT_LEAST_1),
+    ("--stages", "2.5", AT_LEAST_1),
+    ("--stages", "17", "at most 16, the model's operations"),
+    ("--micro-batches", "0", AT_LEAST_1),
+    ("--layers", "0", AT_LEAST_1),
+    ("--hidden", "-512", AT_LEAST_1),
+    ("--heads", "0", AT_LEAST_1),
+    ("--width", "0", "a whole number, at least 2 and a multiple of 2"),
+    ("--width", "33", "a whole number, at least 2 and a multiple of 2"),
+    ("--vocabulary", "0", AT_LEAST_1),
+    ("--temperature", "0", "a number, at least 1"),
+    ("--temperature", "nan", "a number, at least 1"),
+    ("--batch-tokens", "23", "a whole number, at least 24"),
+    ("--epochs", "0", AT_LEAST_1),
+    ("--minutes", "-1", "a number, at least 0"),
+    ("--beam", "0", AT_LEAST_1),
+    ("--test-pairs", "0", AT_LEAST_1),
+    ("--seed", "-1", SEED),
+]
+
+
+def refusal(name: str, flags: list[str], monkeypatch, capsys) -> str:
+    """What a script says of wrong flags, before it makes any device."""
+    script = importlib.import_module(f"translation_{name}")
+    monkeypatch.setattr(tf_gpipe, "set_logical_cpus", lambda count: pytest.fail(f"{flags} were not refused"))
+    with pytest.raises(SystemExit) as ended:
+        script.main(flags)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "value", "expected"),
+    [
+        *[(name, *odd) for name in ("batch_size", "deep_or_wide") for odd in OF_BOTH_COMPARISONS],
+        ("batch_size", "--stages", "13", "at most 12, the model's operations"),
+        ("deep_or_wide", "--stages", "15", "at most 14, the model's operations"),
+        *[("transformer", *odd) for odd in OF_TRANSFORMER],
+    ],
+)
+def test_odd_flags_are_refused(name, flag, value, expected, monkeypatch, capsys):
+    message = f"error: argument {flag}: Expected {expected}. Received: '{value}'.\n"
+    assert refusal(name, [flag, value], monkeypatch, capsys).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--languages de xx", "argument --languages: Expected a language that Django has: af, ar, "),
+        ("--language-model", "argument --language-model: Expected --plan with it"),
+        ("--plan --language-model --heads 7", "argument --heads: Expected a number that divides the width, 2048. R"),
+        ("--plan --layers 2 --stages 13", "argument --stages: Expected at most 12, the model's operations."),
+        ("--plan --language-model --layers 2 --stages 7", "argument --stages: Expected at most 6, the model's "),
+    ],
+)
+def test_odd_flags_of_the_transformer_script_are_refused(flags, message, monkeypatch, capsys):
+    assert message in refusal("transformer", flags.split(), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("vocabulary", ["10", "100000"])
+def test_a_vocabulary_that_does_not_suit_the_text_is_refused(vocabulary, capsys):
+    script = importlib.import_module("translation_transformer")
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--languages", "lb", "--vocabulary", vocabulary])
+    assert ended.value.code == 2
+    message = f"Expected as many tokens as the text can be cut into. Received: vocabulary={vocabulary}."
+    assert message in capsys.readouterr().err

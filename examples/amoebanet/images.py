@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -45,9 +46,15 @@ def open_data(name: str, data_dir: str | None = None) -> tfds.core.DatasetBuilde
     Args:
         name: of TensorFlow Datasets, or `folder:PATH` for files named PATH/split/class/image.
         data_dir: where TensorFlow Datasets keeps data; its own place by default.
+
+    Raises:
+        ValueError: there is none of this name, or the folder has no such files.
     """
     if name.startswith("folder:"):
-        return tfds.folder_dataset.ImageFolder(name.removeprefix("folder:"))
+        root = Path(name.removeprefix("folder:"))
+        if not any(root.glob("*/*/*")):
+            raise ValueError(f"Expected images in {root}/split/class, such as {root}/train/cat/1.jpg. Received: none.")
+        return tfds.folder_dataset.ImageFolder(str(root))
     return tfds.builder(name, data_dir=data_dir, try_gcs=False)
 
 
@@ -64,6 +71,11 @@ def num_classes(builder: tfds.core.DatasetBuilder) -> int:
 
 def steps_per_epoch(builder: tfds.core.DatasetBuilder, batch_size: int, split: str = "train") -> int:
     """The number of whole mini-batches in a split."""
+    if split not in builder.info.splits:
+        raise ValueError(
+            f"Expected a data set with a split to train on, '{split}'. Received: '{builder.name}' with "
+            f"{sorted(builder.info.splits)}."
+        )
     count = builder.info.splits[split].num_examples
     if count < batch_size:
         raise ValueError(
@@ -196,10 +208,11 @@ def decode(data: tf.Tensor, window: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tens
 
 
 def central_window(fraction: float) -> Callable[[tf.Tensor], tf.Tensor]:
-    """The middle of an image, a fraction of its height and width, as `decode` takes it."""
+    """The middle of an image, a fraction of its height and width but at least a pixel, as `decode` takes it."""
 
     def window(shape: tf.Tensor) -> tf.Tensor:
         extent = tf.cast(tf.round(tf.cast(shape[:2], tf.float32) * fraction), tf.int32)
+        extent = tf.maximum(extent, 1)
         return tf.concat([(shape[:2] - extent) // 2, extent], 0)
 
     return window

@@ -13,7 +13,6 @@ the genotype says max pooling is not copied.) In both, the three stacks of cells
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -450,16 +449,6 @@ def amoebanet(
     return keras.Model(images, outputs, name=f"amoebanet_{genotype.lower()}")
 
 
-@contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Models made inside have weights without values: they take no memory, and can only be looked at."""
-    policy = keras.config.dtype_policy()
-    with keras.StatelessScope(initialize_variables=False):
-        yield
-    keras.utils.clear_session()  # else Keras gives them values later
-    keras.config.set_dtype_policy(policy)
-
-
-def count_parameters(model: keras.Model) -> int:
-    """The number of trainable weights."""
-    return sum(math.prod(weight.shape) for weight in model.trainable_weights)
+def most_stages(num_cells: int, auxiliary_head: bool) -> int:
+    """The number of layers of `amoebanet`: stem, stem cells, cells, reductions, classifiers. Each stage needs one."""
+    return 1 + 2 + num_cells + 2 + 1 + auxiliary_head

@@ -28,6 +28,10 @@ QUICK = {
 }
 
 
+NARROW = {"layers": 24, "width": 64, "heads": 2, "sequence": 32, "rows": 128}
+"""A Transformer of many small operations, for `settings("transformer", …)`."""
+
+
 def settings(name: str, quick: bool, **changes) -> dict:
     """The sizes of a model, with `changes` (left out in a quick run)."""
     return FULL[name] | (QUICK[name] if quick else changes)

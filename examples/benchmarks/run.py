@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     repeats = arguments.repeats or (1 if arguments.quick else 3)
-    pictures = arguments.docs if arguments.write else None
+    pictures = arguments.docs / "pictures" if arguments.write else None
     options = Options(arguments.quick, repeats, arguments.torch_python, pictures)
     for name in BENCHMARKS if "all" in arguments.names else arguments.names:
         where = environment()

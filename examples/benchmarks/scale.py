@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from common import MIB, THREAD_PER_STAGE, TWO_CORES, Options, Report, Row, interleaved, maker, settings
+from common import MIB, NARROW, THREAD_PER_STAGE, TWO_CORES, Options, Report, Row, interleaved, maker, settings
 
 # TensorFlow's own allocator keeps what was freed; with these, the resident size is what is in use.
 HONEST_MEMORY = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
@@ -15,8 +15,7 @@ HONEST_MEMORY = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_"
 
 def startup(options: Options) -> Report:
     """The first step of a deep Transformer, with all tracing, and what a second and a third size of batch trace."""
-    deep = {"layers": 24, "width": 64, "heads": 2, "sequence": 32, "rows": 128}
-    sizes = settings("transformer", options.quick, **deep)
+    sizes = settings("transformer", options.quick, **NARROW)
     counts = options.pick((8, 32, 128), (4,))
     stages = options.pick(8, 2)
     variants = {"plain Keras": {}}
@@ -203,5 +202,6 @@ def draw(file: Path, kind: str, points: list[tuple[float, float, float, float]])
         axis.set(title=title, xlabel=f"{kind.replace('_', ' ')} (log)", ylim=(min(y) / 2, max(y) * 2))
         axis.grid(alpha=0.3)
     axes[0].legend()
+    file.parent.mkdir(exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)

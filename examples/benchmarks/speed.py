@@ -1,6 +1,18 @@
 """The time of a step: against one core, plain Keras and PyTorch; of a task; with a slow input; with XLA."""
 
-from common import ONE_CORE, THREAD_PER_STAGE, TWO_CORES, Options, Report, Row, Worker, interleaved, maker, settings
+from common import (
+    NARROW,
+    ONE_CORE,
+    THREAD_PER_STAGE,
+    TWO_CORES,
+    Options,
+    Report,
+    Row,
+    Worker,
+    interleaved,
+    maker,
+    settings,
+)
 
 MODELS = ("dense", "transformer", "amoebanet")
 QUICK_MODELS = ("dense",)
@@ -145,17 +157,20 @@ def input_pipeline(options: Options) -> Report:
 
 
 def jit(options: Options) -> Report:
-    """XLA for each stage (`jit_compile=True`) against none, beside plain Keras with and without."""
+    """XLA for each stage (`jit_compile=True`) against none, beside plain Keras with and without.
+
+    The narrow Transformer, of many small operations, is the one whose first step `startup` measures.
+    """
     rows = []
-    measured = [("dense", None), ("transformer", None), ("transformer", 24)]
-    for model, layers in options.pick(measured, measured[1:2]):
-        sizes = settings(model, options.quick, **({"layers": layers} if layers else {}))
-        label = f"{model} of {sizes['layers']}"
+    measured = [("dense", {}, 2), ("transformer", {}, 2), ("transformer", NARROW, 8)]
+    for model, more_sizes, stages in options.pick(measured, measured[1:2]):
+        sizes = settings(model, options.quick, **more_sizes)
+        label = f"{'narrow ' if more_sizes else ''}{model} of {sizes['layers']}"
         variants = {f"{label}, plain Keras": {}}
         for remat in options.pick(("always", "never"), ("always",)):
             for count in options.pick((8, 32), (4,)):
-                key = f"{label}, K=2 M={count} {remat}"
-                variants[key] = {"stages": 2, "micro_batches": count, "remat": remat}
+                key = f"{label}, K={stages} M={count} {remat}"
+                variants[key] = {"stages": stages, "micro_batches": count, "remat": remat}
         for name, more in variants.items():
             threads = THREAD_PER_STAGE if more else TWO_CORES
             more = {"sizes": sizes, **more}

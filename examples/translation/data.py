@@ -26,7 +26,9 @@ from translation.model import PAD
 HIGH_RESOURCE = ("ar", "cs", "da", "de", "el", "es", "fr", "id", "it", "nl", "pl", "pt", "ru", "sv", "tr")
 LOW_RESOURCE = ("ast", "br", "fy", "lb", "udm")  # Asturian, Breton, Frisian, Luxembourgish, Udmurt
 LANGUAGES = (*HIGH_RESOURCE, *LOW_RESOURCE)
+QUICK_LANGUAGES = ("de", "lb", "nl")
 HELD_OUT = 10  # one message in so many
+LENGTH = 24  # tokens in a row, padding included
 
 UNKNOWN, START, END = 1, 2, 3  # tokens, after padding
 
@@ -99,22 +101,31 @@ def train_tokenizer(pairs: Iterable[Pair], vocabulary: int) -> sentencepiece.Sen
     Args:
         pairs: what to learn from; the training part only.
         vocabulary: number of tokens; padding, unknown, start and end among them.
+
+    Raises:
+        ValueError: the text has too few or too many different characters and words for so many tokens.
     """
     pairs = list(pairs)
     sentences = [pair.source for pair in pairs] + sorted({pair.english for pair in pairs})
     trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_writer=trained,
-        vocab_size=vocabulary,
-        model_type="bpe",
-        pad_id=PAD,
-        unk_id=UNKNOWN,
-        bos_id=START,
-        eos_id=END,
-        num_threads=1,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=trained,
+            vocab_size=vocabulary,
+            model_type="bpe",
+            pad_id=PAD,
+            unk_id=UNKNOWN,
+            bos_id=START,
+            eos_id=END,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected as many tokens as the text can be cut into. Received: vocabulary={vocabulary}. SentencePiece "
+            f"says: {error}"
+        ) from error
     return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
 
 
@@ -207,13 +218,16 @@ class Corpus(NamedTuple):
     length: int
 
 
-def load_corpus(names: Iterable[str] = LANGUAGES, vocabulary: int = 2000, length: int = 24) -> Corpus:
+def load_corpus(names: Iterable[str] = LANGUAGES, vocabulary: int = 2000, length: int = LENGTH) -> Corpus:
     """Returns the pairs of some languages, in two parts, and the tokenizer that was trained on the first part.
 
     Args:
         names: of the languages.
         vocabulary: number of tokens.
         length: longer pairs, in tokens with their end, are left out.
+
+    Raises:
+        ValueError: a language is not known, or the vocabulary does not suit the text.
     """
     train, held_out = split(read_pairs(names))
     tokenizer = train_tokenizer(train, vocabulary)

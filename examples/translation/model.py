@@ -11,27 +11,12 @@ micro-batch that they belong to.
 Two things keep very deep models stable in the paper: `scale_feed_forward` and `logit_clip`.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import keras
 import numpy as np
 
 PAD = 0  # the token that fills up short sentences
-
-
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Models made inside have variables with shapes, but no values: enough for a plan, and no memory is needed.
-
-    They cannot be used afterwards, and what else was made before loses its place in Keras's automatic names.
-    """
-    try:
-        with keras.StatelessScope(initialize_variables=False):
-            yield
-    finally:
-        keras.utils.clear_session()  # else Keras would give the variables their values with the next model
 
 
 @keras.saving.register_keras_serializable("translation")
@@ -316,3 +301,8 @@ def language_transformer(
     x = layer_norm(True, "decoder_norm")(x)
     logits = keras.layers.Dense(vocabulary, name="logits")(x)
     return keras.Model(tokens, logits, name=f"transformer_{layers}")
+
+
+def most_stages(layers: int, *, language_model: bool = False) -> int:
+    """The number of operations of `translation_transformer`, or of `language_transformer`. Each stage needs one."""
+    return layers + 4 if language_model else 2 * layers + 8
