@@ -812,3 +812,35 @@ def test_compat_gives_a_reason_for_every_private_module_name():
         last = name.rpartition(".")[2]
         if last not in PARTS_OF_OTHERS:
             assert f"`{last}`" in table, last
+
+
+# --- weight updates ---
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gathered"),
+    [
+        (lambda: keras.optimizers.SGD(0.1, weight_decay=0.1), {"update": True, "decay": True}),
+        (lambda: keras.optimizers.SGD(OwnSchedule(), weight_decay=0.1), {"update": True, "decay": False}),
+        (lambda: OwnOptimizer(0.1, weight_decay=0.1), {"update": False, "decay": False}),
+    ],
+)
+def test_only_updates_by_code_of_keras_are_gathered(monkeypatch, optimizer, gathered):
+    handed = []
+    interim = tf.__internal__.distribute.interim
+    monkeypatch.setattr(interim, "maybe_merge_call", lambda fn, *_: handed.append(fn))
+    made, variable = optimizer(), keras.Variable([1.0])
+    made.build([variable])
+    made.apply([tf.ones([1])], [variable])
+    names = {"distributed_apply_weight_decay": "decay", "_distributed_tf_update_step": "update"}
+    assert {names[fn.__name__]: compat.only_updates(fn) for fn in handed} == gathered
+    assert not compat.only_updates(lambda strategy: None)
+
+
+class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
+class OwnOptimizer(keras.optimizers.SGD):
+    pass

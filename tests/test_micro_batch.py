@@ -119,6 +119,19 @@ def test_the_static_shape_is_kept_where_rows_are_known():
     assert [s.numpy().tolist() for s in shapes(tf.zeros([7, 4]))] == [[3, 4], [2, 4], [2, 4], [7, 4]]
 
 
+def test_a_first_axis_that_turns_out_otherwise_fails_with_the_rows_in_the_message():
+    """And not with what the splitting of too few rows says."""
+
+    @tf.function(input_signature=[tf.TensorSpec([8, 2]), tf.TensorSpec([None, 2])])
+    def split(a, b):
+        rows = split_rows(count_rows([a, b], ["a", "b"]), 4)
+        return rows.split(a), rows.split(b)
+
+    for num_rows in (6, 7, 9, 12):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
+            split(tf.zeros([8, 2]), tf.zeros([num_rows, 2]))
+
+
 def test_one_micro_batch_is_the_mini_batch_itself():
     x = tf.constant(normal(5, 2))
     for rows in (split_rows(5, 1), known_when_it_runs(5, 1), split_rows(1, 4)):

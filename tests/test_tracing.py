@@ -419,6 +419,9 @@ def test_models_that_cannot_be_traced(monkeypatch, tmp_path):
         strategy.trace(model, list(data))
     with pytest.raises(ValueError, match="Received: tuple of length 4"):
         strategy.trace(model, (*data, None, None))
+    for x, received in ((np.ones([0, 6]), r"shape \(0, 6\)"), (3.0, "float"), ({}, "nothing")):
+        with pytest.raises(ValueError, match=rf"at least one row. Received: {received}. Pass"):
+            strategy.trace(model, (x, x))
     with pytest.raises(ValueError, match="at least 1. Received: every=0"):
         tf_gpipe.TimelineCallback(tmp_path, every=0)
     with strategy.scope():

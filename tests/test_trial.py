@@ -105,6 +105,28 @@ def test_a_stage_that_xla_cannot_compile_is_left_as_it_is():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_a_stage_that_was_not_tried_and_cannot_be_compiled(monkeypatch):
+    monkeypatch.setattr(trial, "GAIN", -1e9)  # XLA pays in the first stage, whatever it takes
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto", partition=[3, 2])
+    with strategy.scope():
+        layers = [*(keras.layers.Dense(6) for _ in range(3)), Digits(), keras.layers.Rescaling(2.0)]
+        model = keras.Sequential([keras.Input([6]), *layers])
+        model.compile("sgd", "mse")
+    model.fit(np.ones([16, 6]), np.ones([16, 6]), batch_size=16, verbose=0)
+    assert "stages are not compiled: XLA cannot compile stage 1" in str(strategy.plan(model))
+
+
+def test_strings_in_stages_that_are_to_be_compiled():
+    strategy = tf_gpipe.GPipeStrategy(2, 2, jit_compile=True)
+    with strategy.scope():
+        text = keras.Input([1], dtype="string")
+        ids = keras.layers.Hashing(5)(text)
+        model = keras.Model(text, keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.Embedding(5, 2)(ids))))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"Received: strings, as an input of stage 0 \(hashing.*Set jit_compile=False"):
+        model.fit(tf.constant([["a"], ["b"]]), np.ones([2, 1]), verbose=0)
+
+
 def test_unknown_shapes_are_not_tried(monkeypatch):
     monkeypatch.setattr(trial, "_seconds", lambda *_: pytest.fail("nothing is to be timed"))
     strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")

@@ -110,50 +110,87 @@ def test_what_is_one_program():
     assert programs(step_graph(strategy, model)) == []
 
 
-def test_programs_are_traced_once_for_all_sizes_of_batch():
-    class Counted(optimizers.SGD):
-        traces = 0
-
-        def update_step(self, gradient, variable, learning_rate):
-            Counted.traces += 1
-            super().update_step(gradient, variable, learning_rate)
-
-    _, model = compiled_model(lambda: Counted(0.1), slices=False)
-    model.fit(*data(8), batch_size=8, verbose=0)
-    assert Counted.traces == 2 * len(model.trainable_variables)  # once more with the learning rate as an argument
-    for rows in (6, 7):
-        model.train_on_batch(*data(rows))
-    assert Counted.traces == 2 * len(model.trainable_variables)
-
-
-def test_a_setting_that_is_changed_takes_effect_where_plain_keras_traces_again():
+@pytest.mark.parametrize("setting", ["momentum", "weight decay", "batch norm"])
+def test_what_is_changed_takes_effect_where_plain_keras_traces_again(setting):
     def weights(jit_compile):
-        _, model = compiled_model(lambda: optimizers.SGD(0.1, momentum=0.9), jit_compile)
-        model.fit(*data(8), batch_size=8, verbose=0)
-        model.optimizer.momentum = 0.1
+        batch_norm = setting == "batch norm"
+        _, model = compiled_model(
+            lambda: optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1), jit_compile, batch_norm=batch_norm
+        )
+        model.fit(*data(), batch_size=24, verbose=0)
+        if setting == "momentum":
+            model.optimizer.momentum = 0.1
+        elif setting == "weight decay":
+            model.optimizer.weight_decay = 0.5
+        else:
+            next(layer for layer in model.layers if isinstance(layer, L.BatchNormalization)).momentum = 0.1
         model.make_train_function(force=True)
-        model.fit(*data(8), batch_size=8, epochs=2, verbose=0)
+        model.fit(*data(), batch_size=24, epochs=2, verbose=0)
         return model.get_weights()
 
     assert_close(weights(True), weights(False))
 
 
-def test_an_optimizer_that_assigns_what_is_on_the_host_updates_operation_by_operation():
-    class Counting(optimizers.SGD):
-        def build(self, variables):
-            super().build(variables)
-            self.updates = self.add_variable([], name="updates", initializer="zeros")
+class Own(optimizers.SGD):
+    """Counts its updates in Python, prints, and assigns a variable of the host."""
 
-        def update_step(self, gradient, variable, learning_rate):
-            super().update_step(gradient, variable, learning_rate)
-            self.assign_add(self.updates, 1.0)
+    order: list[str]
 
-    values, _, model = trained(lambda: Counting(0.1))
+    def build(self, variables):
+        super().build(variables)
+        self.updates = self.add_variable([], name="updates", initializer="zeros")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.order = [*getattr(self, "order", []), variable.name]
+        super().update_step(gradient, variable, learning_rate)
+        tf.print("updates", self.updates, output_stream="file:///dev/null")
+        self.assign_add(self.updates, 1.0)
+
+
+def test_an_optimizer_of_ones_own_updates_operation_by_operation():
+    """Its code runs once for each weight, in their order, and may do what XLA cannot."""
+    values, _, model = trained(lambda: Own(0.1))
     assert float(model.optimizer.updates.numpy()) == 6 * len(model.trainable_variables)
-    assert_close(
-        values[: len(model.variables)],
-        trained(lambda: optimizers.SGD(0.1), jit_compile=False)[0][: len(model.variables)],
-    )
+    names = [v.value.name for v in model.trainable_variables]
+    assert model.optimizer.order[: len(names)] == names
+    assert_close(values[: len(model.variables)], trained(lambda: optimizers.SGD(0.1))[0][: len(model.variables)])
+
+
+def test_so_it_does_with_a_schedule_of_ones_own():
+    class Printed(optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            tf.print("step", step, output_stream="file:///dev/null")
+            return 0.1
+
+    decayed = {"weight_decay": 0.1}
+    values, *_ = trained(lambda: optimizers.SGD(Printed(), **decayed))
+    wanted = trained(lambda: optimizers.SGD(0.1, **decayed))[0]
+    for found, plain in zip(values[:5], wanted[:5], strict=True):
+        np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-6)
+
+
+def test_slices_of_unknown_shape():
+    """`tf.IndexedSlices` may come without its `dense_shape`."""
+
+    def weights(jit_compile):
+        strategy, model = compiled_model(lambda: optimizers.SGD(0.1), jit_compile)
+        x, y = (tf.constant(part) for part in data(8))
+
+        @tf.function
+        def step():
+            def replica():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+                first, *rest = tape.gradient(loss, model.trainable_variables)
+                model.optimizer.apply([tf.IndexedSlices(first.values, first.indices), *rest], model.trainable_variables)
+
+            strategy.run(replica)
+
+        strategy.place(model)
+        step()
+        return model.get_weights()
+
+    assert_close(weights(True), weights(False))
 
 
 def test_an_error_of_an_optimizer_is_its_own():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, gradients
+from tf_gpipe import compat, gradients, updates
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
@@ -107,8 +107,8 @@ class _Totals:
         with tf.device(stage.device):
             found = [buffers.unpack(at, weights, sums[at]) for at in used if at not in shared]
         if shared:
-            key = (*map(id, weights), *shared)
-            found += stage.programs.run(key, weight_gradients, [sums[at] for at in shared])
+            totals = [sums[at] for at in shared]
+            found += updates.run(stage.device, weight_gradients, totals, compiled=stage.jit_compile)
         return {i: part for parts in found for i, part in parts.items()}
 
     def of(self, variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices | None:

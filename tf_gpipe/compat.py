@@ -21,6 +21,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
 | `experimental_acd_manager` | timestamps, and calls without variables, would wait for each other on all stages |
+| `compiler_ir` | whether XLA can take a function that is traced already |
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
@@ -37,6 +38,8 @@ import contextlib
 import functools
 import sys
 import threading
+import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,6 +57,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
@@ -616,6 +620,19 @@ class PlacedFunction:
         return list(outputs)
 
 
+def is_refused_by_xla(function: Any, device: str) -> bool:
+    """Whether XLA cannot take a `PlacedFunction`, as far as can be told without compiling it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of devices, in favour of names of platforms, which TensorFlow does not tell
+            compiler_ir.from_concrete_function(function._function)(stage="hlo", device_name=device)
+    except (ValueError, tf.errors.OpError):
+        return True
+    return False
+
+
 def _hide_function(call: tf.Operation) -> None:
     """Keeps a pass of TensorFlow from looking into the function of a call, which costs 12 ms for each call.
 
@@ -691,12 +708,22 @@ def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.
 
 
 def only_updates(fn: Any) -> bool:
-    """Whether a function that Keras hands to `merge_call` does nothing but update variables, one after the other.
+    """Whether a function that is handed to `merge_call` does nothing but update variables, by code of Keras alone.
 
-    These are the functions that Keras has for TensorFlow: they update weights, decay them, or add to gradients that are
+    Keras has three such functions for TensorFlow: they update weights, decay them, or add to gradients that are
     accumulated over steps.
     """
-    return getattr(fn, "__module__", None) == TFOptimizer.__module__
+    if getattr(fn, "__module__", None) != TFOptimizer.__module__:
+        return False
+    if isinstance(fn, types.MethodType):  # the update itself, which is given the learning rate
+        return _is_kerass(fn.__self__)
+    inside = [cell.cell_contents for cell in fn.__closure__ or ()]
+    optimizers = [part for part in inside if isinstance(part, keras.Optimizer)]
+    return all(_is_kerass(part) and _is_kerass(part._learning_rate) for part in optimizers)
+
+
+def _is_kerass(value: Any) -> bool:
+    return isinstance(value, float) or type(value).__module__.split(".")[0] == "keras"
 
 
 def foreign_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> keras.Optimizer | None:

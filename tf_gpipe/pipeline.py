@@ -32,7 +32,7 @@ from tf_gpipe.schedule import Schedule, Task
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import Forward, ForwardResult, Signature, flatten_inputs
 from tf_gpipe.tasks import Remat, recomputes
-from tf_gpipe.trial import xla_pays
+from tf_gpipe.trial import first_refused, xla_pays
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, is_differentiable, kind_of
 
 
@@ -102,6 +102,9 @@ class Pipeline:
             pairs = zip(self.stages, compiled, strict=True)
             largest = max(pairs, key=lambda pair: len(pair[0].plan.steps))
             found = xla_pays(*largest, training, kinds, needs_gradient, keep=self.remat == "never")
+            refused = first_refused(compiled, training, kinds) if found and found[0] else None
+            if refused is not None:
+                found = False, f"stages are not compiled: XLA cannot compile stage {refused.index}"
         if found is None:
             return False
         self.jit_compile, reason = found

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, residuals, state
+from tf_gpipe import compat, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
@@ -33,8 +33,7 @@ from tf_gpipe.stage_functions import (
     input_specs,
     unflatten,
 )
-from tf_gpipe.updates import Programs
-from tf_gpipe.values import Kind, has_gradient, is_differentiable
+from tf_gpipe.values import Kind, components, has_gradient, is_differentiable
 
 
 class Stage:
@@ -54,7 +53,6 @@ class Stage:
         self._choices = state.Choices()
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self.jit_compile = jit_compile
-        self.programs = Programs(plan.device, compiled=jit_compile)
         self._deferral = deferral
         self._deferred: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._forwards: dict[Signature, Forward] = {}
@@ -89,6 +87,7 @@ class Stage:
         """
         while True:
             signature = self._signature(training, kinds)
+            self._refuse_strings(signature)
             if needs_gradient is not None and signature not in self._forwards:
                 recorded = self.recorded(signature, tuple(needs_gradient[ref] for ref in signature.inputs))
                 if recorded is not None and self.keeps(recorded):
@@ -329,7 +328,7 @@ class Stage:
 
         tensors = [tensor for groups in moments for group in groups for tensor in group]
         if layers:
-            self.programs.run(tuple((id(layer), len(moments[0])) for layer in layers), moving_averages, tensors)
+            updates.run(self.device, moving_averages, tensors, compiled=self.jit_compile)
 
     # --- tracing ---
 
@@ -361,6 +360,15 @@ class Stage:
     def _place(self, function: Any) -> compat.PlacedFunction:
         with tf.init_scope(), compat.stop_recording():
             return compat.PlacedFunction(function, self.device)
+
+    def _refuse_strings(self, signature: Signature) -> None:
+        """XLA has no strings, and would say so in a language of its own when the step runs."""
+        if self.jit_compile and any(kind.dtype == tf.string for kind in components(signature.values)):
+            raise ModelError(
+                f"Expected numbers in stages that XLA compiles. Received: strings, as an input of stage {self.index} "
+                f"({', '.join(self.plan.operations)}). Set jit_compile=False on the strategy, or make numbers of them "
+                "in the input pipeline."
+            )
 
     def _refuse_assigned_weights(self, assigned: dict[int, keras.Variable], signature: Signature) -> None:
         for variable in self.trained(signature):

@@ -28,7 +28,6 @@ from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES, Remat
 from tf_gpipe.timeline import Timeline
-from tf_gpipe.updates import Programs
 from tf_gpipe.values import Value, is_dense
 
 _placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
@@ -105,7 +104,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition)
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
-        self._programs: weakref.WeakValueDictionary[str, Programs] = weakref.WeakValueDictionary()
+        self._compiled_devices: set[str] = set()
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(_Extended(self, self._devices[-1]))
 
@@ -345,7 +344,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         pipeline = self._pipeline(model, inputs, training)
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
-        self._programs.update({stage.device: stage.programs for stage in pipeline.stages if stage.jit_compile})
+        self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
@@ -452,7 +451,7 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
         """Calls a function across all replicas, of which there is one."""
         if tf.executing_eagerly() or not compat.only_updates(merge_fn):
             return super().merge_call(merge_fn, args, kwargs)
-        with updates.gathered(dict(self.strategy._programs)):
+        with updates.gathered(self.strategy._compiled_devices):
             return super().merge_call(merge_fn, args, kwargs)
 
 

@@ -307,7 +307,7 @@ def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline
             kept.extend((variable, np.array(variable.numpy())) for variable in _variables_of(model))
 
     x, y, sample_weight = (*batch, None, None)[:3]
-    rows = tf.nest.flatten(x)[0].shape[0]
+    rows = _rows_of(x)
     before = {name: getattr(model, name, None) for name in ("train_function", "history", "stop_training")}
     model.train_function = None
     tracer = start_tracing(strategy)
@@ -325,6 +325,18 @@ def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline
         with strategy.scope():
             for variable, value in kept:
                 variable.assign(value)
+
+
+def _rows_of(x: Any) -> int:
+    arrays = [leaf for leaf in tf.nest.flatten(x) if leaf is not None]
+    shape = tuple(getattr(arrays[0], "shape", ())) if arrays else ()
+    if not shape or not isinstance(shape[0], int) or shape[0] < 1:
+        received = f"shape {shape}" if shape else type(arrays[0]).__name__ if arrays else "nothing"
+        raise ArgumentError(
+            f"Expected `batch` to hold arrays of at least one row. Received: {received}. Pass `(x, y)` as arrays, such "
+            "as `next(iter(dataset))`."
+        )
+    return shape[0]
 
 
 def _variables_of(model: keras.Model) -> list[tf.Variable]:

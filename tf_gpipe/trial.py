@@ -8,11 +8,13 @@ call whose shapes are known takes one micro-batch of zeros through the stage wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tf_gpipe import compat
+from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import Buffers
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import BackwardKind, input_specs
@@ -56,7 +58,7 @@ def xla_pays(
                 if passes is None:
                     return None
                 seconds.append(_seconds(passes))
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, ModelError) as error:
             return False, f"stages are not compiled: XLA cannot compile stage {plain.index} ({type(error).__name__})"
     without, with_xla = (1e3 * s for s in seconds)
     pays = with_xla < (1 - GAIN) * without
@@ -65,6 +67,18 @@ def xla_pays(
         f"a micro-batch took {with_xla:.2f} ms {there} through stage {plain.index} with XLA and {without:.2f} without"
     )
     return pays, f"stages are {'' if pays else 'not '}compiled: {timed}"
+
+
+def first_refused(stages: Sequence[Stage], training: bool | None, kinds: Mapping[Ref, Any]) -> Stage | None:
+    """The first of stages to be compiled whose forward function XLA cannot take."""
+    for stage in stages:
+        try:
+            _, forward = stage.traced(training, kinds, None)
+        except ModelError:
+            return stage
+        if compat.is_refused_by_xla(forward.function, stage.device):
+            return stage
+    return None
 
 
 def _passes(
