@@ -141,7 +141,6 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
-        self._check_optimizer(model)
         preparation.renew_if_compiled(model)
         if not preparation.is_built(model):
             return
@@ -259,6 +258,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
 
     def _check_optimizer(self, model: keras.Model) -> None:
+        """Says what is wrong where an optimizer could not make its slots."""
         optimizer = compat.foreign_optimizer(getattr(model, "optimizer", None), self)
         if optimizer is not None:
             raise ModelError(
@@ -376,6 +376,8 @@ class _Scope:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._building.__exit__(kind, error, trace)
         self._scope.__exit__(kind, error, trace)
+        if self._prepared is not None and isinstance(error, RuntimeError):  # TensorFlow's, of strategies that are mixed
+            self._strategy._check_optimizer(self._prepared[0])
         if self._prepared is not None and error is None:
             # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
             self._strategy._place_prepared(*self._prepared)
