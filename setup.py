@@ -9,7 +9,17 @@ ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 
 DRAW = ["matplotlib"]
-EXAMPLES = ["Django", "babel", "sacrebleu", "scikit-learn", "sentencepiece", "tensorflow-datasets"]
+EXAMPLES = [
+    "Django",
+    "Pillow",
+    "babel",
+    "importlib_resources",  # which tensorflow-datasets 4.9.10 imports and does not require
+    "sacrebleu",
+    "scikit-learn",
+    "sentencepiece",
+    "tensorboard",
+    "tensorflow-datasets",
+]
 
 setup(
     name="tf_gpipe",
@@ -34,7 +44,7 @@ setup(
         "draw": DRAW,  # PNG files; SVG and text need nothing.
         "examples": EXAMPLES,
         "benchmarks": ["torch", "torchgpipe", *DRAW, *EXAMPLES],
-        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", "tensorboard", *DRAW, *EXAMPLES],
+        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", *DRAW, *EXAMPLES],
     },
     keywords=["tensorflow", "keras", "gpipe", "pipeline parallelism", "model parallelism", "rematerialisation"],
     classifiers=[

@@ -49,8 +49,11 @@ def check_stages(parser: argparse.ArgumentParser, num_stages: int, most: int) ->
 
 @contextlib.contextmanager
 def errors_of_arguments(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """What is refused inside was named on the command line: its error ends the program as argparse's errors do."""
+    """What is refused inside was named on the command line: its error ends the program as argparse's errors do.
+
+    The list of flags is left out: the error may have many lines, and is of what a flag names.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")

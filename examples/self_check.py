@@ -11,13 +11,8 @@ the device of a stage that uses the weight. The reference is plain Keras. Batch 
 with several of them the reference of the convolutional model is the pipeline of one stage, and with one micro-batch,
 plain Keras.
 
-It prints a report in Markdown, to paste into an issue: a table, the error of each case that failed with one, and the
-lines of `python -m tf_gpipe doctor`. In the table,
-
-- "differ by" is the largest difference of any weight, as a share of the longest way that one of the reference went;
-- "x plain" compares the step with plain Keras's, which on logical CPU devices has all the cores, too;
-- "peak" is the memory of each GPU;
-- "reference" is plain Keras, which there is nothing to compare with.
+It prints a report in Markdown, to paste into an issue: the load of the machine, which makes steps slower; what the
+columns mean; a table; the error of each case that failed with one; and the lines of `python -m tf_gpipe doctor`.
 
 The exit code is 1 if a check fails. On four logical CPU devices of two busy cores it took five minutes, and ended with
 
@@ -51,6 +46,10 @@ NUM_MICRO_BATCHES = 8
 MOST_STAGES = 9  # operations of the dense model
 TOLERANCE = {"float32": 1e-3, "mixed_float16": 0.1}  # of what training changed
 SPLIT_GPU_MB = 2048
+COLUMNS = """\
+"differ by": the largest difference of any weight, as a share of the longest way that one of the reference went.
+"x plain": step time as a multiple of plain Keras's, which has all CPUs; "reference": plain Keras; "peak": each GPU's.
+"""
 
 
 class Size(NamedTuple):
@@ -278,6 +277,16 @@ def print_table(cases: Sequence[Case], size: Size, devices: tuple[str, ...]) -> 
     return outcomes
 
 
+def load_of_machine() -> str:
+    """How many processes run or wait to, on average; other work than this makes steps slower."""
+    try:
+        averages = os.getloadavg()
+    except (AttributeError, OSError):
+        return "Load of the machine at the start: unknown here"
+    listed = ", ".join(f"{average:.1f}" for average in averages)
+    return f"Load of the machine at the start, over 1, 5 and 15 minutes: {listed}, on {os.cpu_count()} cores"
+
+
 def print_block(text: str) -> None:
     """Lines that Markdown shows as they are."""
     print(f"\n```\n{text.rstrip()}\n```")
@@ -285,6 +294,7 @@ def print_block(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser, options = parse(arguments)
+    load = load_of_machine()
     facts = doctor_facts.gather()  # before TensorFlow takes the GPUs' memory in this process
     findings = doctor_checks.diagnose(facts)
     for finding in findings:
@@ -299,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size, counts = (QUICK, [len(devices)]) if options.quick else (FULL, range(1, len(devices) + 1))
 
     print(f"Self-check of tf_gpipe {tf_gpipe.__version__} on {', '.join(devices)}\n")
+    print(load, COLUMNS, sep="\n\n", flush=True)
     outcomes = print_table(make_cases(counts, options.quick), size, devices)
     largest = dict.fromkeys(TOLERANCE, 0.0)
     for outcome in outcomes:

@@ -249,6 +249,7 @@ def trained(data, tmp_path_factory) -> tuple[Path, str]:
 
 def test_training(trained):
     output, printed = trained
+    assert "Going on" not in printed
     assert "9 operations of 'amoebanet_b'" in printed
     assert printed.count("val_top_5: 1.0000") == 2  # there are four classes
     assert re.search(r"^top-1 \d+\.\d %, top-5 100\.0 %$", printed, re.MULTILINE)
@@ -270,6 +271,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(trained, data, tmp_path):
     assert not (tmp_path / "final.weights.h5").exists()
 
     printed, _ = run("photos", *arguments)
+    assert f"Going on from the checkpoint of epoch 1 of 2 in {tmp_path}\n" in printed
     assert "Epoch 1/2" not in printed
     assert "Epoch 2/2" in printed
     resumed, whole = weights_in(tmp_path / "final.weights.h5"), weights_in(trained[0] / "final.weights.h5")
@@ -294,9 +296,46 @@ def test_transfer(trained, folder, tmp_path, capsys):
 
 def test_evaluation(trained, data, tmp_path, capsys):
     arguments = ["--data", "photos", "--data-dir", str(data), *MODEL, *RECIPE, *PIPELINE, "--evaluate", "--output"]
-    with pytest.raises(SystemExit, match="Expected a checkpoint"):
-        imagenet_amoebanet.main([*arguments, str(tmp_path)])
+    refused = refusal([*arguments, str(tmp_path / "none")], capsys)
+    assert f"Expected a checkpoint in {tmp_path / 'none'}. Received: none. Train first." in refused
+    assert not (tmp_path / "none").exists()
     imagenet_amoebanet.main([*arguments, str(trained[0])])
+    printed = capsys.readouterr().out.splitlines()
+    assert f"Evaluating the checkpoint of epoch 2 in {trained[0]}" in printed
+    assert printed[-1] == trained[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(2, "All 2 epochs are done"), (1, "All 1 epochs are done (2 in {})")])
+def test_a_training_that_is_over_is_evaluated(trained, data, epochs, said, capsys):
+    arguments = ["--data", "photos", "--data-dir", str(data), *MODEL, *RECIPE, *PIPELINE, "--output", str(trained[0])]
+    imagenet_amoebanet.main([*arguments, "--epochs", str(epochs)])
+    printed = capsys.readouterr().out.splitlines()
+    assert f"{said.format(trained[0])}: evaluating" in printed
+    assert printed[-1] == trained[1].splitlines()[-1]
+
+
+def test_an_output_of_another_model_is_refused(trained, data, folder, capsys):
+    always = ["--data-dir", str(data), *MODEL, *RECIPE, *PIPELINE, "--output", str(trained[0])]
+    size = "--image-size"
+    said = "Expected the model that {} was made with: {}. Received: {}. Give the same arguments, or take another"
+    before = {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")}
+    for arguments, made, received in (
+        (["--average", "0", "--filters", "8"], "--filters 4, --average 0.9", "--filters 8, --average 0.0"),
+        (["--cells", "6", "--genotype", "D"], "--genotype B, --cells 3", "--genotype D, --cells 6"),
+        (["--image-size", "67", "--auxiliary-head"], f"{size} 32, --no-auxiliary-head", f"{size} 67, --auxiliary-head"),
+        (["--data", f"folder:{folder}"], "--data of 4 classes", "--data of 2 classes"),
+        (["--evaluate", "--layout", "torch"], "--layout tf", "--layout torch"),
+    ):
+        printed = refusal([*always, "--data", "photos", *arguments], capsys)
+        assert said.format(trained[0], made, received) in printed
+    assert before == {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")}
+
+
+def test_an_output_that_does_not_say_how_its_model_was_made_goes_on(trained, data, tmp_path, capsys):
+    output = shutil.copytree(trained[0], tmp_path / "run")
+    (output / "model.json").unlink()
+    always = ["--data", "photos", "--data-dir", str(data), *MODEL, *RECIPE, *PIPELINE, "--output", str(output)]
+    imagenet_amoebanet.main([*always, "--evaluate"])
     assert capsys.readouterr().out.splitlines()[-1] == trained[1].splitlines()[-1]
 
 
@@ -364,7 +403,7 @@ NOT_NEGATIVE = "a number, at least 0 and below inf"
     ],
 )
 def test_odd_flags_are_refused(flag, value, expected, monkeypatch, capsys):
-    monkeypatch.setattr(imagenet_amoebanet, "make_logical_cpus", lambda arguments: pytest.fail("not refused"))
+    monkeypatch.setattr(imagenet_amoebanet, "set_up_devices", lambda *arguments: pytest.fail("not refused"))
     printed = refusal([flag, value], capsys)
     assert f"error: argument {flag}: Expected {expected}. Received: '{value}'" in printed
 
@@ -373,8 +412,8 @@ def test_odd_flags_are_refused(flag, value, expected, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--data", "no_such_data"], "no_such_data"),
-        (["--data", "folder:/nowhere"], "Expected images in /nowhere/split/class"),
-        (["--data", "photos", "--devices", "gpu", "--stages", "9"], "Expected at least 9 devices"),
+        (["--data", "folder:/nowhere"], "/nowhere/train/cat/1.jpg. Received: no such folder."),
+        (["--data", "photos", "--devices", "gpu"], "Received: 'gpu', and 0 of them here. Take --devices cpu."),
         (["--data", "photos", "--batch-size", "97"], "Expected mini-batches of at most 96 images"),
     ],
 )
@@ -384,8 +423,33 @@ def test_data_and_devices_that_are_not_there_are_refused(arguments, message, dat
 
 def test_data_must_have_a_split_to_train_on(folder, tmp_path, capsys):
     shutil.copytree(folder / "test", tmp_path / "test")
-    message = "Expected a data set with a split to train on, 'train'."
+    message = "with images in a split to train on, 'train'. Received: 'image_folder' with images in ['test']."
     assert message in refusal(["--data", f"folder:{tmp_path}", *MODEL, *PIPELINE], capsys)
+
+
+def test_images_must_be_at_the_depth_that_is_read(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "photos")
+    for root in (tmp_path, folder / "train"):  # too high, too low
+        printed = refusal(["--data", f"folder:{root}", *MODEL, *PIPELINE], capsys)
+        assert f"such as {root}/train/cat/1.jpg. Received: a folder without any there." in printed
+
+
+def test_a_split_needs_images(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "photos", ignore=lambda path, names: names if path.endswith("red") else [])
+    for image in (tmp_path / "photos" / "test" / "blue").iterdir():
+        image.unlink()
+    printed = refusal(["--data", f"folder:{tmp_path / 'photos'}", "--batch-size", "8", *MODEL, *PIPELINE], capsys)
+    assert "Expected a data set with images in a split to evaluate on, validation or test." in printed
+    assert "images in ['train']." in printed
+
+
+def test_imagenet_without_its_files_is_refused_by_what_tfds_says(tmp_path, capsys):
+    folders = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "run")]
+    printed = refusal(["--data", "imagenet2012", *folders], capsys)
+    assert printed.startswith(f"{Path(sys.argv[0]).name}: error: Expected the files of 'imagenet2012'. Received: ")
+    assert "ILSVRC2012_img_train.tar" in printed
+    assert "https://image-net.org/download-images" in printed
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def refusal(arguments: list[str], capsys) -> str:

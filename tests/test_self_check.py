@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +68,12 @@ def test_every_pipeline_comes_to_the_weights_of_its_reference(run):
         assert float(row["differ by"]) < (1e-4 if row["precision"] == "float32" else 1e-2)
         assert float(row["step, ms"]) > 0
         assert row["result"] == "ok"
-    assert printed.startswith(f"Self-check of tf_gpipe {tf_gpipe.__version__} on CPU:0, CPU:1\n\n| model | ")
+    title, load, columns, table, *_ = printed.split("\n\n")
+    assert title == f"Self-check of tf_gpipe {tf_gpipe.__version__} on CPU:0, CPU:1"
+    assert load.startswith("Load of the machine at the start")
+    assert len(columns.splitlines()) == 2
+    assert set(re.findall('"(.+?)"', columns)) < {*rows[0], "peak", "reference"}
+    assert table.startswith("| model | ")
     assert "|\n\n10 cases, 0 failed; largest difference of any weight " in printed
     assert printed.endswith(f"\n\n```\n{doctor_checks.report(FACTS, doctor_checks.diagnose(FACTS))}\n```\n")
     assert printed.count("```") == 2
@@ -106,6 +113,15 @@ def test_progress_and_faults_of_the_machine_are_told_beside_the_report(self_chec
     assert "FAULT: nvidia-smi does not work, so that no GPU will: no driver" in told
     assert told[-1] == "1 of 1: dense, plain Keras, XLA, float32"
     assert "1 of 1" not in printed.out
+
+
+def test_the_load_of_the_machine_is_told_where_it_is_known(self_check, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.14, 2.0, 0.5), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    told = "Load of the machine at the start, over 1, 5 and 15 minutes: 3.1, 2.0, 0.5, on 2 cores"
+    assert self_check.load_of_machine() == told
+    monkeypatch.delattr(os, "getloadavg")
+    assert self_check.load_of_machine() == "Load of the machine at the start: unknown here"
 
 
 @pytest.mark.parametrize(

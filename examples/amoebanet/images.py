@@ -52,16 +52,29 @@ def open_data(name: str, data_dir: str | None = None) -> tfds.core.DatasetBuilde
     """
     if name.startswith("folder:"):
         root = Path(name.removeprefix("folder:"))
-        if not any(root.glob("*/*/*")):
-            raise ValueError(f"Expected images in {root}/split/class, such as {root}/train/cat/1.jpg. Received: none.")
-        return tfds.folder_dataset.ImageFolder(str(root))
+        builder = tfds.folder_dataset.ImageFolder(str(root)) if root.is_dir() else None
+        if builder is None or not _splits(builder):
+            raise ValueError(
+                f"Expected images (.jpg, .jpeg, .png) in {root}/split/class, such as {root}/train/cat/1.jpg. "
+                f"Received: {'a folder without any there' if builder else 'no such folder'}."
+            )
+        return builder
     return tfds.builder(name, data_dir=data_dir, try_gcs=False)
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> None:
-    """Downloads a data set if it is not there; TensorFlow Datasets says what to do where a user must fetch it."""
-    if not isinstance(builder, tfds.folder_dataset.ImageFolder):
+    """Downloads a data set if it is not there.
+
+    Raises:
+        ValueError: a user must fetch it; TensorFlow Datasets' text says how.
+        OSError: it could not be downloaded or written.
+    """
+    if isinstance(builder, tfds.folder_dataset.ImageFolder):
+        return
+    try:
         builder.download_and_prepare()
+    except AssertionError as error:  # which TensorFlow Datasets raises where files of the user are not there
+        raise ValueError(f"Expected the files of '{builder.name}'. Received: {error}") from error
 
 
 def num_classes(builder: tfds.core.DatasetBuilder) -> int:
@@ -71,10 +84,10 @@ def num_classes(builder: tfds.core.DatasetBuilder) -> int:
 
 def steps_per_epoch(builder: tfds.core.DatasetBuilder, batch_size: int, split: str = "train") -> int:
     """The number of whole mini-batches in a split."""
-    if split not in builder.info.splits:
+    if split not in _splits(builder):
         raise ValueError(
-            f"Expected a data set with a split to train on, '{split}'. Received: '{builder.name}' with "
-            f"{sorted(builder.info.splits)}."
+            f"Expected a data set with images in a split to train on, '{split}'. Received: '{builder.name}' with "
+            f"images in {_splits(builder)}."
         )
     count = builder.info.splits[split].num_examples
     if count < batch_size:
@@ -87,11 +100,11 @@ def steps_per_epoch(builder: tfds.core.DatasetBuilder, batch_size: int, split: s
 
 def evaluation_split(builder: tfds.core.DatasetBuilder) -> str:
     """The split to evaluate on: validation, else test."""
-    found = [split for split in ("validation", "test") if split in builder.info.splits]
+    found = [split for split in ("validation", "test") if split in _splits(builder)]
     if not found:
         raise ValueError(
-            "Expected a data set with a split to evaluate on, validation or test. Received: "
-            f"'{builder.name}' with {sorted(builder.info.splits)}."
+            "Expected a data set with images in a split to evaluate on, validation or test. Received: "
+            f"'{builder.name}' with images in {_splits(builder)}."
         )
     return found[0]
 
@@ -279,6 +292,11 @@ class ExampleSeeds(keras.random.SeedGenerator):
         """Returns a new seed."""
         self.count += 1
         return tf.random.experimental.stateless_fold_in(self.seed, self.count)
+
+
+def _splits(builder: tfds.core.DatasetBuilder) -> list[str]:
+    """Names of the splits that have images."""
+    return sorted(name for name, split in builder.info.splits.items() if split.num_examples)
 
 
 def _keys(builder: tfds.core.DatasetBuilder) -> tuple[str, str]:

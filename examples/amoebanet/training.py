@@ -90,13 +90,15 @@ class Checkpoints:
         self.manager = tf.train.CheckpointManager(checkpoint, directory, max_to_keep=1)
         self.callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: self.manager.save(epoch + 1))
 
-    def restore(self) -> int:
-        """Loads the newest checkpoint, if there is one. Returns the number of epochs done."""
-        path = self.manager.latest_checkpoint
-        if path is None:
-            return 0
-        self.manager.checkpoint.restore(path).assert_existing_objects_matched()
-        return int(path.rpartition("-")[2])
+    def restore(self) -> None:
+        """Loads the newest checkpoint, of which there is one if `epochs_done` is not 0."""
+        self.manager.checkpoint.restore(self.manager.latest_checkpoint).assert_existing_objects_matched()
+
+
+def epochs_done(directory: Path) -> int:
+    """The number of epochs after which the newest checkpoint in a directory was saved; 0 if there is none."""
+    path = tf.train.latest_checkpoint(str(directory))
+    return int(path.rpartition("-")[2]) if path else 0
 
 
 def compile_model(
