@@ -28,7 +28,7 @@ $(STAMP): setup.py
 	touch $@
 
 demo: $(STAMP)
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/digits_amoebanet.py  # without what TensorFlow says of its kernels
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/digits_amoebanet.py  # without most of what TensorFlow logs
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -q

@@ -62,7 +62,8 @@ def test_runs_and_writes(name, written):
     assert any(value > 0 for value in numbers)
     page = (docs / "benchmarks.md").read_text()
     section = page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
-    assert f"run.py {name}`" in section
+    (title,) = re.findall(rf"^{name}: (.+)$", printed, re.MULTILINE)
+    assert section.startswith(f"\n\n{title}.\n\n`python examples/benchmarks/run.py {name}`, ")
     for row in rows:
         assert f"| {row} " in printed
         assert f"| {row} " in section
@@ -90,6 +91,12 @@ def test_figures_of_the_last_run_stand_beside_the_new_ones(written):
     line = next(line for line in again.splitlines() if line.startswith("| K=2, prefetch"))
     last = figures(docs, "input_pipeline")["K=2, prefetch(2)"]["step, s"]
     assert f"({last:.3g})" in line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_section_says_what_was_measured(name):
+    section = PAGE.read_text().split(f"<!-- {name} -->")[1]
+    assert re.match(rf"\n\n[^\n]+\.\n\n`python examples/benchmarks/run\.py {name}`, [^\n]+:\n\n\|", section)
 
 
 def test_every_benchmark_has_a_section_of_the_page():

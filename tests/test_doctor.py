@@ -66,48 +66,48 @@ FAULTS = {
     "nothing": (
         without(NO_MODULE, wheels={}),
         "TensorFlow is not installed",
-        "pip install 'tf_gpipe[cpu]'",
+        "pip install '.[cpu]'  # in a clone of tf_gpipe",
     ),
     "nothing, on a machine with GPUs": (
         without(NO_MODULE, HEALTHY, wheels={}),
         "TensorFlow is not installed",
-        "pip install 'tf_gpipe[gpu]'",
+        "pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "nothing, in a Python without wheels": (
         without(NO_MODULE, wheels={}, python="3.14.0"),
         "TensorFlow is not installed",
-        "in an environment of Python 3.10 to 3.13, since TensorFlow has no wheels for 3.14.0",
+        "# in a clone of tf_gpipe, in an environment of Python 3.10 to 3.13, since TensorFlow has no wheels for 3.14.0",
     ),
     "two wheels": (
         machine(wheels={"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}),
         "more than one TensorFlow: tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
-        "pip uninstall -y tensorflow tensorflow-cpu && pip install 'tf_gpipe[gpu]'",
+        "pip uninstall -y tensorflow tensorflow-cpu && pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "tensorflow-tpu beside TensorFlow 2.21": (
         machine(CPU_MACHINE, wheels={"tensorflow": "2.21.0", "tensorflow-tpu": "2.20.0"}, **TPU_VM),
         "tensorflow-tpu holds a whole TensorFlow, up to 2.20, and stands alone",
-        "pip uninstall -y tensorflow tensorflow-tpu && pip install 'tf_gpipe[tpu]'",
+        "pip uninstall -y tensorflow tensorflow-tpu && pip install '.[tpu]'  # in a clone of tf_gpipe",
     ),
     "a broken installation": (
         without("ImportError: libcudart.so.12: cannot open shared object file"),
         "cannot be imported: ImportError: libcudart",
-        "pip uninstall -y tensorflow && pip install 'tf_gpipe[cpu]'",
+        "pip uninstall -y tensorflow && pip install '.[cpu]'  # in a clone of tf_gpipe",
     ),
     "an old processor": (without("the process ended by SIGILL"), "a processor with AVX", "pip install"),
     "too old": (
         machine(CPU_MACHINE, wheels={"tensorflow-cpu": "2.18.1"}, tensorflow="2.18.1"),
         "made for tensorflow-cpu 2.19 to 2.21. This is 2.18.1",
-        "pip uninstall -y tensorflow-cpu && pip install 'tf_gpipe[cpu]'",
+        "pip uninstall -y tensorflow-cpu && pip install '.[cpu]'  # in a clone of tf_gpipe",
     ),
     "too new, and cannot be imported": (
         without("ImportError: numpy", wheels={"tensorflow": "2.22.0rc1"}),
         "made for tensorflow 2.19 to 2.21. This is 2.22.0rc1",
-        "pip install 'tf_gpipe[cpu]'",
+        "pip install '.[cpu]'  # in a clone of tf_gpipe",
     ),
     "tensorflow-tpu 2.21": (
         machine(CPU_MACHINE, wheels={"tensorflow-tpu": "2.21.0"}, **TPU_VM),
         "made for tensorflow-tpu 2.19 to 2.20. This is 2.21.0",
-        "pip install 'tf_gpipe[tpu]'",
+        "pip install '.[tpu]'  # in a clone of tf_gpipe",
     ),
     "no Keras": (
         machine(packages={"tf_gpipe": "0.1.0", "tensorflow": "2.21.0"}, keras="", keras_error="ModuleNotFoundError"),
@@ -138,22 +138,22 @@ FAULTS = {
     "GPUs with the wheel for CPUs": (
         machine(CPU_MACHINE, wheels={"tensorflow-cpu": "2.21.0"}, nvidia_gpus=[A100]),
         "sees 0 of 1 GPUs. tensorflow-cpu has no code for GPUs",
-        "pip uninstall -y tensorflow-cpu && pip install 'tf_gpipe[gpu]'",
+        "pip uninstall -y tensorflow-cpu && pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "GPUs without CUDA": (
         machine(CPU_MACHINE, nvidia_gpus=[A100, A100]),
         "sees 0 of 2 GPUs. Most often CUDA's libraries are missing",
-        "pip install 'tf_gpipe[gpu]'",
+        "pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "GPUs without CUDA, although all are visible": (
         machine(CPU_MACHINE, nvidia_gpus=[A100, A100], environment={"CUDA_VISIBLE_DEVICES": "0,1"}),
         "sees 0 of 2 GPUs. Most often CUDA's libraries are missing",
-        "pip install 'tf_gpipe[gpu]'",
+        "pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "GPUs without CUDA, where nvidia-smi is not installed": (
         machine(CPU_MACHINE, nvidia_files=["/dev/nvidia0"]),
         "sees 0 of 1 GPUs. Most often CUDA's libraries are missing",
-        "pip install 'tf_gpipe[gpu]'",
+        "pip install '.[gpu]'  # in a clone of tf_gpipe",
     ),
     "a flag that TensorFlow does not know": (
         machine(
@@ -184,7 +184,7 @@ FAULTS = {
     "TPUs with the stock wheel": (
         machine(CPU_MACHINE, **TPU_VM),
         "a machine with TPUs (PJRT_DEVICE=TPU, /dev/accel0), for which tensorflow has no code",
-        "pip uninstall -y tensorflow && pip install 'tf_gpipe[tpu]'",
+        "pip uninstall -y tensorflow && pip install '.[tpu]'  # in a clone of tf_gpipe",
     ),
     "a libtpu that TensorFlow cannot load": (
         without("the process ended by SIGABRT", wheels={"tensorflow-tpu": "2.20.0", "libtpu": "0.0.52"}, **TPU_VM),
@@ -283,6 +283,7 @@ def test_nothing_is_found_on_a_machine_with_gpus_that_is_well():
     for line in (
         "tensorflow       2.21.0, wheel: tensorflow 2.21.0",
         "devices          CPU:0, GPU:0, GPU:1",
+        "logical devices  CPU:0, CPU:1, GPU:0, GPU:1 (the CPU divided into two, as a test: this works)",
         "nvidia-smi       NVIDIA A100-SXM4-80GB, 81920 MiB, 5 MiB used, driver 550.54.15",
         "GPU:0            NVIDIA A100-SXM4-80GB, memory growth off",
         "GPU:1            NVIDIA A100-SXM4-80GB, memory growth on",

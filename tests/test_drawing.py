@@ -325,7 +325,7 @@ def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_png_shows_the_colours_of_the_shapes(tmp_path):
-    pytest.importorskip("matplotlib", reason="PNG needs the extra tf_gpipe[draw]")
+    pytest.importorskip("matplotlib", reason="PNG needs Matplotlib")
     image = importlib.import_module("matplotlib.image")
     root = svg(GRIDS["gpipe"], tmp_path)
     draw(GRIDS["gpipe"], tmp_path / "picture.png")
@@ -340,7 +340,7 @@ def test_png_shows_the_colours_of_the_shapes(tmp_path):
 
 @pytest.mark.parametrize("title", [*LONG_TITLES.values(), *(title for title, _ in ODD_TITLES.values())])
 def test_titles_fit_into_the_png(title, tmp_path):
-    pytest.importorskip("matplotlib", reason="PNG needs the extra tf_gpipe[draw]")
+    pytest.importorskip("matplotlib", reason="PNG needs Matplotlib")
     image = importlib.import_module("matplotlib.image")
     draw(GRIDS["one"], tmp_path / "picture.png", title=title.replace("😀", ""))  # which its font does not have
     pixels = image.imread(tmp_path / "picture.png")

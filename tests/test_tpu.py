@@ -54,7 +54,7 @@ def test_stages_take_the_first_cores_of_the_ring_and_are_compiled(monkeypatch):
 
 
 def test_a_machine_without_tpus():
-    with pytest.raises(DeviceError, match=r"Expected a machine with TPUs.*pip install 'tf_gpipe\[tpu\]'"):
+    with pytest.raises(DeviceError, match=r"Expected a machine with TPUs.*pip install '\.\[tpu\]'` in a clone"):
         tf_gpipe.GPipeStrategy(2, 4, devices="tpu")
 
 
@@ -211,3 +211,18 @@ def test_counters_stay_on_the_host(step):
     graph, stages = step
     on_stages = [op for op in graph.get_operations() if op.device in stages[1:] and op.type == "AssignAddVariableOp"]
     assert not [op for op in on_stages if op.inputs[1].dtype in (tf.int32, tf.int64)]
+
+
+# --- compile ---
+
+
+def test_a_model_compiled_in_the_scope_is_not_compiled_as_one_program_by_default(monkeypatch):
+    strategy = tf_gpipe.GPipeStrategy(2, 4)
+    accelerator = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [accelerator])
+    made = []
+    for scope in (scope_of(strategy), scope_of(None)):
+        with scope:
+            made.append(keras.Sequential([keras.Input([2]), L.Dense(2), L.Dense(2)]))
+            made[-1].compile("sgd", "mse")
+    assert [model.jit_compile for model in made] == [False, True]

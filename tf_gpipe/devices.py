@@ -133,8 +133,9 @@ def start_tpus() -> list[str]:
     except Exception as error:  # of many kinds, by what is missing
         raise DeviceError(
             f"Expected a machine with TPUs, and TensorFlow's wheel for them. Received: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. On a TPU VM, `pip install 'tf_gpipe[tpu]'` in an "
-            "environment without other wheels of TensorFlow; `python -m tf_gpipe doctor` tells what is there."
+            f"{str(error).splitlines()[0] if str(error) else ''}. On a TPU VM, `pip install '.[tpu]'` in a "
+            "clone of tf_gpipe, in an environment without other wheels of TensorFlow; `python -m tf_gpipe doctor` "
+            "tells what is there."
         ) from error
     return ring(topology)
 

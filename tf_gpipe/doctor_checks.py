@@ -48,7 +48,7 @@ def check_installed(facts: Facts) -> Finding | None:
     remedy = _install(facts)
     if _release(facts.python) > NEWEST_PYTHON:
         newest = ".".join(map(str, NEWEST_PYTHON))
-        remedy += f"  # in an environment of Python 3.10 to {newest}, since TensorFlow has no wheels for {facts.python}"
+        remedy += f", in an environment of Python 3.10 to {newest}, since TensorFlow has no wheels for {facts.python}"
     return Finding(True, "TensorFlow is not installed.", remedy)
 
 
@@ -145,7 +145,7 @@ def check_gpus_seen(facts: Facts) -> Finding | None:
     message += (
         " Most often CUDA's libraries are missing, which the extra brings along, or the driver is too old for them."
     )
-    return Finding(True, message, f"{_install(facts)}  # then, if it stays so, for the reason: {look}")
+    return Finding(True, message, f"{_install(facts)}; then, if it stays so, for the reason: {look}")
 
 
 def _num_visible(visible: str, there: int) -> int:
@@ -188,7 +188,8 @@ def check_tpu_missing(facts: Facts) -> Finding | None:
     if facts.wheels != ["tensorflow-tpu"] or facts.tpu_signs:
         return None
     message = "tensorflow-tpu is installed, but there is no sign of a TPU. On CPUs it fails with jit_compile=True."
-    return Finding(False, message, "pip uninstall -y tensorflow-tpu libtpu && pip install 'tf_gpipe[cpu]'")
+    remedy = "pip uninstall -y tensorflow-tpu libtpu && pip install '.[cpu]'  # in a clone of tf_gpipe"
+    return Finding(False, message, remedy)
 
 
 def check_devices_start(facts: Facts) -> Finding | None:
@@ -312,7 +313,8 @@ def report(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def _install(facts: Facts) -> str:
-    return f"pip install 'tf_gpipe[{facts.extra}]'"
+    """The command that installs the TensorFlow of this machine; it ends with a comment."""
+    return f"pip install '.[{facts.extra}]'  # in a clone of tf_gpipe"
 
 
 def _reinstall(facts: Facts) -> str:

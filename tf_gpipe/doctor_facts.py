@@ -154,7 +154,7 @@ class Facts:
         """Name and value of each, as a person reads them."""
         runtime = self.runtime
         wheels = ", ".join(f"{name} {self.packages[name]}" for name in self.wheels)
-        trial = "in a trial: a process that has not started TensorFlow can make CPUs"
+        trial = "(the CPU divided into two, as a test: this works)"
         return [
             ("python", f"{self.python}, {self.system}"),
             ("tf_gpipe", self.packages["tf_gpipe"]),

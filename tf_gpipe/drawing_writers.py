@@ -179,8 +179,7 @@ def to_png(picture: Picture, path: str | os.PathLike[str], scale: float = 2.0) -
     except ImportError as error:
         raise ArgumentError(
             f"A PNG needs Matplotlib: expected it to be installed; received path={os.fspath(path)!r} and {error}. "
-            "Install it with `pip install matplotlib` (the extra tf_gpipe[draw]), or draw to a path that ends with "
-            "'.svg'."
+            "Install it with `pip install matplotlib`, or draw to a path that ends with '.svg'."
         ) from error
     figure = figure_module.Figure(figsize=(picture.width / _DPI, picture.height / _DPI), dpi=_DPI, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))

@@ -50,7 +50,7 @@ def section(name: str, report: Report, where: str) -> str:
     """What stands between the markers of a benchmark in docs/benchmarks.md."""
     notes = "".join(f"\n{note}\n" for note in report.notes)
     command = f"`python examples/benchmarks/run.py {name}`, {where}:"
-    return f"\n{command}\n\n{report.table()}\n{notes}"
+    return f"\n{report.title}.\n\n{command}\n\n{report.table()}\n{notes}"
 
 
 def write(docs: Path, name: str, report: Report, where: str, quick: bool) -> None:
