@@ -480,8 +480,8 @@ def _check_compiled(model: keras.Model) -> None:
         raise ArgumentError(
             f"Expected a model compiled without XLA, which would put all stages onto one device. Received: "
             f"'{model.name}' with compile(jit_compile=True). Leave jit_compile out of `compile` and set it on the "
-            "strategy: GPipeStrategy(..., jit_compile=True) compiles each stage on its own device. After loading a model "
-            "that plain Keras saved on a GPU, where it decides so by itself, set `model.jit_compile = False`."
+            "strategy: GPipeStrategy(..., jit_compile=True) compiles each stage on its own device. After loading a "
+            "model that plain Keras saved on a GPU, where it decides so by itself, set `model.jit_compile = False`."
         )
 
 
