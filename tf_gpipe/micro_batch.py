@@ -52,7 +52,7 @@ class Rows:
         """The rows of each micro-batch of a value of shape `(N, ...)`."""
         if len(self) == 1:
             return [value]
-        if isinstance(value, tf.Tensor) and value.shape[0] is not None and value.shape[0] == self.total:
+        if self.is_static and isinstance(value, tf.Tensor) and value.shape[0] == self.total:
             return list(tf.split(value, len(self) if self.static_size else self.sizes))
         sizes = self.sizes if self.is_static else [tf.maximum(size, 1) for size in self.sizes]
         return [values.rows_of(value, begin, size) for begin, size in zip(self.begins, sizes, strict=True)]

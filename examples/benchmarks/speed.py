@@ -180,4 +180,4 @@ def jit(options: Options) -> Report:
             values = {"without, s": without, "XLA, s": compiled, "times as fast": without / compiled}
             values |= {"first, s": best[False]["first"]["seconds"], "first with XLA, s": best[True]["first"]["seconds"]}
             rows.append(Row(name, values))
-    return Report("XLA", rows, lower=("without, s", "XLA, s"), higher=("times as fast",))
+    return Report("Stages compiled by XLA, and not", rows, lower=("without, s", "XLA, s"), higher=("times as fast",))
