@@ -104,8 +104,7 @@ class _Totals:
         def weight_gradients(*totals: tf.Tensor) -> list[dict[int, tf.Tensor]]:
             return [buffers.unpack(at, weights, total) for at, total in zip(shared, totals, strict=True)]
 
-        with tf.device(stage.device):
-            found = [buffers.unpack(at, weights, sums[at]) for at in used if at not in shared]
+        found = [buffers.unpack(at, weights, sums[at]) for at in used if at not in shared]  # without an operation
         if shared:
             totals = [sums[at] for at in shared]
             found += updates.run(stage.device, weight_gradients, totals, compiled=stage.jit_compile)

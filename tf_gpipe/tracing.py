@@ -126,7 +126,7 @@ class Recorder:
         """Takes the time when everything that was made is there."""
         if self._open is None:
             return made[0].op
-        with tf.device(_clock_of(device)), tf.control_dependencies(None):
+        with tf.control_dependencies(None):
             there = _on_host(made, device)
         with tf.device(_clock_of(device)), tf.control_dependencies(None), tf.control_dependencies(there):
             end = compat.timestamp()
