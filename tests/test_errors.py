@@ -48,7 +48,8 @@ def test_the_docstring_draws_the_whole_tree():
 
 
 @pytest.mark.parametrize(
-    "module", ["drawing", "drawing_writers", "errors", "partition", "schedule", "tasks", "timeline", "version"]
+    "module",
+    ["chrome_trace", "drawing", "drawing_writers", "errors", "partition", "schedule", "tasks", "timeline", "version"],
 )
 def test_a_pure_module_loads_without_tensorflow(module):
     blocked = "tensorflow", "keras", "numpy"

@@ -10,6 +10,7 @@ from helpers import normal
 from keras import optimizers
 
 import tf_gpipe
+from tf_gpipe import compat, updates
 
 L = keras.layers
 ASSIGNS = re.compile("Assign.*VariableOp|ResourceScatter.*")
@@ -201,6 +202,40 @@ def test_an_error_of_an_optimizer_is_its_own():
     _, model = compiled_model(lambda: Broken(0.1))
     with pytest.raises(RuntimeError, match="no step today"):
         model.fit(*data(8), verbose=0)
+
+
+def in_a_step(body):
+    """What `body` makes of 1.0 as a program, or operation by operation."""
+
+    @tf.function(autograph=False)
+    def step(x):
+        return updates.run(tf.config.list_logical_devices("CPU")[1].name, body, [x], compiled=True)
+
+    return float(step(tf.constant(1.0)))
+
+
+@pytest.mark.parametrize("reason", ["an error", "a variable of TensorFlow's elsewhere"])
+def test_what_cannot_be_a_program_runs_operation_by_operation(reason):
+    there = tf.Variable(2.0)
+    calls = []
+
+    def body(x):
+        calls.append(1)
+        if reason == "an error" and len(calls) == 1:
+            raise NotImplementedError
+        return x + there
+
+    assert in_a_step(body) == 3
+    assert len(calls) == 2
+
+
+def test_only_an_error_of_the_function_itself_keeps_it_from_being_a_program(monkeypatch):
+    def fails(*_):
+        raise TypeError("a fault of the library")
+
+    monkeypatch.setattr(compat, "uses_only", fails)
+    with pytest.raises(TypeError, match="a fault of the library"):
+        in_a_step(lambda x: x + 1)
 
 
 def test_slots_of_other_shapes_are_beside_their_weights():

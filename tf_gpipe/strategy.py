@@ -2,14 +2,13 @@
 
 The strategy is thin. It has one replica, whose stages stand on several devices, so that all of tf.distribute's surface
 behaves as with one replica; Keras calls `strategy.run`, and while it runs, calling a model that was made under the
-strategy's scope means calling its pipeline.
+strategy's scope means calling its pipeline. What TensorFlow calls back is in `distribution.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import numbers
 import threading
 import weakref
@@ -20,10 +19,10 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, preparation, tracing, updates
+from tf_gpipe import compat, model_graph, preparation, tracing
 from tf_gpipe.devices import must_compile, stage_devices
+from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
-from tf_gpipe.input_dataset import InputDataset
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES, Remat
@@ -106,7 +105,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
-        super().__init__(_Extended(self, self._devices[-1]))
+        super().__init__(Extended(self, self._devices[-1]))
 
     @property
     def num_stages(self) -> int:
@@ -135,9 +134,9 @@ class GPipeStrategy(tf.distribute.Strategy):
             f"jit_compile={self._jit_compile!r})"
         )
 
-    def scope(self) -> _Scope:
+    def scope(self) -> Scope:
         """Models, optimizers and metrics made inside belong to the strategy."""
-        return _Scope(self, super().scope())
+        return Scope(self, super().scope())
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
@@ -150,7 +149,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(ModelError):  # raised again where the model is called, if it is
                 self._pipeline(model, x, training=True)
-        _place_slots(model)
+        _place_slots(model)  # those made since the variables were placed
 
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
@@ -350,111 +349,11 @@ class GPipeStrategy(tf.distribute.Strategy):
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
 
 
-class _Scope:
-    """What `strategy.scope()` returns: TensorFlow's scope, and a model placed as soon as Keras has built it.
-
-    A class, since a generator that is left open (`tf.distribute.experimental_set_strategy` does, and forgets it when
-    the default graph is reset) leaves its scope whenever it happens to be collected, in the middle of another.
-    """
-
-    def __init__(self, strategy: GPipeStrategy, scope: contextlib.AbstractContextManager[Any]) -> None:
-        self._strategy = strategy
-        self._scope = scope
-        self._prepared: tuple[keras.Model, Any] | None = None
-        self._building = contextlib.ExitStack()
-
-    def __enter__(self) -> GPipeStrategy:
-        prepared = compat.model_being_prepared()
-        if prepared is not None and compat.strategy_of(prepared[0]) is self._strategy:
-            self._prepared = prepared
-            self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
-        self._scope.__enter__()
-        if self._prepared is not None:
-            self._building.enter_context(preparation.prebuilt(*self._prepared))
-        return self._strategy
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._building.__exit__(kind, error, trace)
-        self._scope.__exit__(kind, error, trace)
-        if self._prepared is not None and isinstance(error, RuntimeError):  # TensorFlow's, of strategies that are mixed
-            self._strategy._check_optimizer(self._prepared[0])
-        if self._prepared is not None and error is None:
-            # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
-            self._strategy._place_prepared(*self._prepared)
-
-
-class _Extended(compat.OneDeviceExtended):
-    """The half of a strategy that TensorFlow calls. One replica; its loss is taken on the last stage's device."""
-
-    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        """New variables are made on the host, or beside the one they belong to; stages fetch theirs when placed."""
-        beside = kwargs.pop("colocate_with", None)
-        device = getattr(beside, "device", None) or "/CPU:0"
-        # Made inside a step (slots), its initial value must not wait for the step's data: it is lifted out.
-        with tf.device(device), tf.control_dependencies(None):
-            return next_creator(**kwargs)
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        strategy = self._container_strategy()
-        with contextlib.ExitStack() as during_run:
-            during_run.enter_context(compat.route_models(functools.partial(strategy._call_model, during_run)))
-            during_run.enter_context(compat.follow_inputs(strategy.devices[-1]))
-            during_run.enter_context(_ReplicaContext(strategy, replica_id_in_sync_group=0))
-            # Where data end inside the step, nothing of it may have run: no counter raised, no seed drawn.
-            during_run.enter_context(tf.control_dependencies(_first_tensor((args, kwargs))))
-            during_run.enter_context(tracing.recorded(strategy))
-            return fn(*args, **kwargs)
-
-    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
-        """A variable of no strategy, or of another pipeline, is as good as our own: it stands on one device, too."""
-        owner = compat.strategy_of(colocate_with_variable) if isinstance(colocate_with_variable, tf.Variable) else self
-        if not isinstance(owner, GPipeStrategy | None):
-            super()._validate_colocate_with_variable(colocate_with_variable)
-
-    def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        if updates.put_off((var, fn, args, kwargs)):
-            return None
-        with compat.on_device(self, var.device):
-            return super()._update(var, fn, args, kwargs, group)
-
-    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> InputDataset:
-        return InputDataset(dataset)
-
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
-        return InputDataset(dataset_fn(tf.distribute.InputContext()))
-
-
 def _place_slots(model: keras.Model) -> None:
     """Moves the slots that a model's optimizer has made to the devices of their weights."""
     optimizer = getattr(model, "optimizer", None)
     for weight, slot in compat.slots_of(optimizer) if optimizer is not None else ():
         compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
-
-
-def _first_tensor(values: Any) -> list[tf.Tensor]:
-    """The first tensor of a graph in a structure, in a list; none when executing eagerly."""
-    flat = [] if tf.executing_eagerly() else tf.nest.flatten(values, expand_composites=True)
-    return [value for value in flat if tf.is_tensor(value) and hasattr(value, "op")][:1]
-
-
-class _ReplicaContext(tf.distribute.ReplicaContext):
-    """The context inside `run`: one replica, whose values are already reduced and stay where they are."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Where a replica's values are: on the last stage's device."""
-        return tuple(self.strategy.extended.worker_devices)
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """The value itself."""
-        return value
-
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function across all replicas, of which there is one."""
-        if tf.executing_eagerly() or not compat.only_updates(merge_fn):
-            return super().merge_call(merge_fn, args, kwargs)
-        with updates.gathered(self.strategy._compiled_devices):
-            return super().merge_call(merge_fn, args, kwargs)
 
 
 def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:

@@ -1,9 +1,9 @@
 """A measured step as a value: when each task was ready, began and ended, and where the time of the devices went.
 
 A timeline holds the schedule that ran and one event a task, and everything else follows from them: shares of the step
-time in the manner of the GPipe paper's table of overheads, a comparison with the simulation of the same schedule, and a
-trace that Perfetto (ui.perfetto.dev) and chrome://tracing open. Nothing here imports TensorFlow, so that a step
-measured on one machine can be read on another.
+time in the manner of the GPipe paper's table of overheads, a comparison with the simulation of the same schedule, and
+the file that a timeline is kept in (`chrome_trace.py`). Nothing here imports TensorFlow, so that a step measured on one
+machine can be read on another.
 
 Where the time of a device goes, in this order; the six shares add up to 1:
 
@@ -23,24 +23,22 @@ lengths that vary from one micro-batch to the next have made the step shorter th
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from tf_gpipe.errors import ArgumentError, ScheduleError
+from tf_gpipe import chrome_trace
+from tf_gpipe.errors import ScheduleError
 from tf_gpipe.schedule import Schedule, Simulation
 from tf_gpipe.tasks import LETTERS, Kind, Remat, Task, check_remat, recomputes
 
 __all__ = ["Event", "Shares", "Timeline"]
 
 _NS = 1e-9  # seconds in a tick of the simulations
-_US = 1e-6  # seconds in the unit of a Chrome trace
 
 
 class Event(NamedTuple):
@@ -240,24 +238,7 @@ class Timeline:
             the whole step. Times are in µs from the beginning of the step; `otherData` holds what `load` needs beside
             them.
         """
-        names = [f"{self.schedule.row_word} {d}" for d in range(self.schedule.num_devices)]
-        trace: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "tf_gpipe"}}]
-        for d, name in enumerate([*names, "step"]):
-            trace.append({"ph": "M", "pid": 0, "tid": d, "name": "thread_name", "args": {"name": name}})
-            trace.append({"ph": "M", "pid": 0, "tid": d, "name": "thread_sort_index", "args": {"sort_index": d}})
-        trace.append(self._slice("step", "step", len(names), self.begin, self.end, {}))
-        for d, row in enumerate(self.schedule.tasks):
-            for kind, stage, m in row:
-                task = Task(kind, stage, m)
-                _, ready, start, end = self.event(task)
-                args = {"task": str(task), "stage": stage, "micro_batch": m, "ready": ready, "start": start, "end": end}
-                trace.append(self._slice(f"{LETTERS[kind]}{m}", kind, d, start, end, args))
-                if again := self.recompute(task):
-                    trace.append(self._slice(f"R{m}", "recompute", d, start, start + again, {"stage": stage}))
-        trace += [self._slice("W", "weights", d, start, end, {}) for d, (start, end) in enumerate(self.weights)]
-        other = {"schedule": self.schedule.to_text(), "remat": self.remat, "begin": self.begin, "end": self.end}
-        other["weights"] = self.weights
-        return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": other}
+        return chrome_trace.trace_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the Chrome trace to a file.
@@ -268,12 +249,7 @@ class Timeline:
         Raises:
             ArgumentError: the name ends otherwise.
         """
-        if Path(path).suffix != ".json":
-            raise ArgumentError(
-                f"A timeline is saved as a Chrome trace: expected a path that ends with '.json'; received "
-                f"{os.fspath(path)!r}. Use tf_gpipe.draw for a picture."
-            )
-        Path(path).write_text(json.dumps(self.to_chrome()), encoding="utf-8")
+        chrome_trace.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
@@ -288,19 +264,7 @@ class Timeline:
         Raises:
             ArgumentError: the file holds something else.
         """
-        try:
-            trace = json.loads(Path(path).read_text(encoding="utf-8"))
-            other = trace["otherData"]
-            found = [event["args"] for event in trace["traceEvents"] if "task" in event.get("args", {})]
-            events = tuple(Event(Task.parse(e["task"]), e["ready"], e["start"], e["end"]) for e in found)
-            schedule, step = Schedule.from_text(other["schedule"]), (other["begin"], other["end"], other["remat"])
-            weights = tuple((start, end) for start, end in other.get("weights", ()))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArgumentError(
-                f"Expected a trace that Timeline.save has written; received {os.fspath(path)!r}, which is another "
-                f"({error!r}). Save the timeline again."
-            ) from error
-        return cls(schedule, events, *step, weights)
+        return cls(**chrome_trace.load(path))
 
     def __str__(self) -> str:
         schedule, measured, simulated = self.schedule, self.tasks_duration, self.simulated_duration
@@ -385,10 +349,6 @@ class Timeline:
                 wait += max(0.0, self.event(task).ready - max(free, *made))
             free = self.event(task).end
         return wait
-
-    def _slice(self, name: str, kind: str, row: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-        times = {"ts": (start - self.begin) / _US, "dur": (end - start) / _US}
-        return {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": kind, **times, "args": args}
 
     def _starts_table(self) -> list[list[str]]:
         """Measured and simulated times of each stage: mean lengths, first starts, the end, the largest difference."""

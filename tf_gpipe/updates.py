@@ -44,22 +44,32 @@ def run(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor], *, 
     """
     with tf.device(device), compat.stop_recording():
         if compiled and not tf.executing_eagerly():
-            with contextlib.suppress(Exception):  # it comes again below, unless only the program was at fault
+            with contextlib.suppress(_NoProgramError):
                 function, elsewhere = _trace(device, body, tensors)
-                if compat.uses_only(function, device):
-                    return function(*tensors, *(compat.raw_variable(variable).read_value() for variable in elsewhere))
+                return function(*tensors, *(compat.raw_variable(variable).read_value() for variable in elsewhere))
         return body(*tensors)
 
 
+class _NoProgramError(Exception):
+    """A function cannot be a program; operation by operation it may run, or fail with an error of its own."""
+
+
 def _trace(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> tuple[Any, list[keras.Variable]]:
-    """The program, and variables of other devices whose values it takes after its arguments."""
+    """The program, and variables of other devices whose values it takes after its arguments.
+
+    Raises:
+        _NoProgramError: the function itself raises an error in a program, or uses a variable of another device.
+    """
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     elsewhere: dict[int, keras.Variable] = {}
 
     def program(*flat: tf.Tensor) -> Any:
         values = zip(elsewhere.values(), flat[len(specs) :], strict=True)
         with compat.ElsewhereScope(device, list(values)) as scope:
-            made = body(*flat[: len(specs)])
+            try:
+                made = body(*flat[: len(specs)])
+            except Exception as error:  # of whatever kind: the code is Keras's, or the user's
+                raise _NoProgramError from error
         missing.update(scope.missing)
         return made
 
@@ -71,6 +81,8 @@ def _trace(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]) 
         with tf.init_scope():
             function = traced.get_concrete_function()
         if not missing:
+            if not compat.uses_only(function, device):
+                raise _NoProgramError
             return function, list(elsewhere.values())
         elsewhere.update(missing)
 
