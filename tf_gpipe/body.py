@@ -15,7 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, state
+from tf_gpipe import compat, pointwise, state
+from tf_gpipe.devices import is_cpu
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
 from tf_gpipe.values import Value, components
@@ -131,6 +132,7 @@ class StageBody:
             during_run.enter_context(scope)
             moments = during_run.enter_context(state.collected_moments(self.layers if training else []))
             normalised = during_run.enter_context(state.kernels_left_alone(self.layers))
+            during_run.enter_context(pointwise.as_products(self.layers if is_cpu(plan.device) else []))
             for step in plan.steps:
                 try:
                     step.run(made, training)
