@@ -29,7 +29,7 @@ class Counted(keras.layers.Layer):
 
         counted = tf.numpy_function(count, [tf.stop_gradient(inputs)], tf.float32)
         counted.set_shape(inputs.shape)
-        return 2.0 * inputs + 0.0 * counted
+        return (2.0 + 0.0 * counted) * inputs  # so that the gradient needs it
 
     def compute_output_shape(self, input_shape):
         """As the input."""
@@ -113,7 +113,7 @@ class Traced(keras.layers.Dense):
         return super().call(inputs, training=training)
 
 
-@pytest.mark.parametrize(("remat", "functions"), [("always", 2), ("except_last", 2), ("never", 1)])
+@pytest.mark.parametrize(("remat", "functions"), [("always", 2), ("except_last", 1), ("never", 1)])
 def test_a_layer_is_traced_once_for_each_function_that_cannot_be_made_of_another(remat, functions):
     with tf_gpipe.GPipeStrategy(2, 4, remat=remat).scope():
         model = keras.Sequential([keras.Input([3]), Traced(4), keras.layers.Dense(4), keras.layers.Dense(1)])

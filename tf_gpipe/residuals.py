@@ -54,6 +54,19 @@ class Residuals:
     pooled: tuple[tuple[str, str, tf.Operation], ...]
     traced: Any
 
+    def make_kept(self, forward: Any, arguments: Tensors) -> list[tf.Tensor]:
+        """`kept`, made again in the graph that is being traced now.
+
+        Args:
+            forward: the traced forward function, in whose graph they are.
+            arguments: what it takes.
+        """
+        needed = _ancestors(tensor.op for tensor in self.kept)
+        given = dict(zip((placeholder.name for placeholder in forward.inputs), arguments, strict=False))
+        given |= {inside.name: _capture(outside) for outside, inside in forward.graph.captures if inside.op in needed}
+        cut_out = _cut_out(forward.graph, {op.name for op in needed})
+        return _import(cut_out, given, [tensor.name for tensor in self.kept])
+
     def run(self, kept: Tensors, d_outputs: Tensors) -> list[tf.Tensor]:
         """The gradients, in the graph that is being traced now."""
         given = dict(zip(self.kept_names, kept, strict=True)) | dict(zip(self.arguments, d_outputs, strict=True))

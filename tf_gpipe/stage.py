@@ -216,7 +216,11 @@ class Stage:
     def backward(self, kind: BackwardKind) -> Backward:
         """The backward function, from the stage's inputs, for a kind of gradients; traced the first time."""
         if kind not in self._backwards:
-            self._backwards[kind] = self._trace_backward(kind)
+            recorded = self._recorded.get((kind.signature, kind.wanted))
+            if recorded is not None and recorded.kind == kind and not recorded.branches:
+                self._backwards[kind] = recorded.backward
+            else:
+                self._backwards[kind] = self._trace_backward(kind)
         return self._backwards[kind]
 
     def _trace_backward(self, kind: BackwardKind) -> Backward:

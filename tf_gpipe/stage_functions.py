@@ -9,7 +9,8 @@ All of them take and give flat tensors:
 
 Where activations are kept, a stage's operations are traced once, on a tape, as a function that gives residuals
 (`residuals.py`). The forward function is this one without its last outputs: TensorFlow inlines it, and drops what is
-not used.
+not used. The backward function of micro-batches that keep nothing is made of it, too: the part of its graph that gives
+the residuals, followed by the kept backward function's.
 """
 
 from __future__ import annotations
@@ -245,6 +246,19 @@ class Recorded:
         residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._residuals.kept]
         specs = [*residual_specs, *self._d_specs, *self._gives.specs]
         return Backward(self._place(backward_kept, specs), self._gives)
+
+    @functools.cached_property
+    def backward(self) -> Backward:
+        """The backward pass that runs the forward pass again; no layer's code runs once more to make it."""
+        taken, given = len(self._specs), len(self._d_specs)
+
+        def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
+            kept = self._residuals.make_kept(self._traced, flat[:taken])
+            made = self._residuals.run(kept, flat[taken : taken + given])
+            return self._gives.add(made, flat[taken + given :])
+
+        specs = [*self._specs, *self._d_specs, *self._gives.specs]
+        return Backward(self._place(backward, specs), self._gives)
 
 
 def flatten_inputs(
