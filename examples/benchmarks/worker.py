@@ -6,6 +6,7 @@ then each line of JSON on the standard input asks for a measurement, and a line 
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
@@ -89,6 +90,35 @@ class Training:
         return {"nodes": len(nodes), "largest_constant_bytes": max(constants), "constant_bytes": sum(constants)}
 
 
+class Parts(Training):
+    """What the micro-batches' own operations take: no pipeline, no sums, no optimizer.
+
+    `parts` of a mini-batch go through plain Keras one after the other, forward, and back if `gradients` says so; the
+    gradients are thrown away.
+    """
+
+    def fit(self, steps: int) -> dict:
+        """Runs that over one mini-batch again and again."""
+        batch = [tf.constant(part) for part in models.batch(self.name, self.sizes, self.sizes["rows"])]
+        pairs = list(zip(*(tf.split(tensor, CONFIG["parts"]) for tensor in batch), strict=True))
+        self.part(*pairs[0])
+        start = time.perf_counter()
+        for pair in pairs * steps:
+            self.part(*pair)
+        return {"seconds": (time.perf_counter() - start) / steps}
+
+    @functools.cached_property
+    def part(self):
+        """One part of a mini-batch, as a function."""
+
+        def run(x, y):
+            with tf.GradientTape() as tape:
+                loss = self.model.compute_loss(x, y, self.model(x, training=True))
+            return tape.gradient(loss, self.model.trainable_weights) if CONFIG["gradients"] else loss
+
+        return tf.function(run, autograph=False)
+
+
 def slowly(seconds: float, spec: tuple):
     """Returns a function for `map` that hands a mini-batch on after `seconds` of sleep, as if it were read."""
 
@@ -115,7 +145,7 @@ def main() -> None:
         tf_gpipe.set_logical_cpus(CONFIG["stages"])
     np.asarray(tf.zeros([1]))  # starts TensorFlow
     bare = memory("VmRSS")
-    training = Training()
+    training = Parts() if CONFIG.get("parts") else Training()
     first = training.fit(1)
     steps = CONFIG.get("steps") or max(2, round(CONFIG["measure_seconds"] / training.fit(1)["seconds"]))
     parameters = training.model.count_params()
