@@ -29,11 +29,11 @@ What fits where: the paper's network for ImageNet, AmoebaNet-B(18, 512) at 480x4
     559,063,693 parameters
     ...
     stage  weights, GiB  stage inputs  activations   total
-        0          0.27          0.33         3.53    4.14
-        1          0.59          7.03         1.97    9.59
-        2          2.35          2.64         1.75    6.74
-        3          7.20          2.20         0.90   10.29
-    It fits: stage 3 needs most, 10.29 of 16 GiB.
+        0          0.35          0.33         4.14    4.82
+        1          1.10          7.03         1.97   10.10
+        2          2.70          3.52         1.29    7.51
+        3          6.26          1.32         0.76    8.33
+    It fits: stage 1 needs most, 10.10 of 16 GiB.
 
 A small network learns scikit-learn's digits in about two minutes, in two stages on logical CPU devices:
 

@@ -356,7 +356,7 @@ def test_plan(capsys):
     imagenet_amoebanet.main([*arguments, "--stages", "4", "--device-memory", "8"])
     printed = capsys.readouterr().out
     assert printed.startswith("559,063,693 parameters")
-    assert "It does not fit: stage 3 needs most" in printed
+    assert "It does not fit: stage 1 needs most" in printed
     imagenet_amoebanet.main([*arguments, "--stages", "8", "--device-memory", "80"])
     assert "It fits: stage" in capsys.readouterr().out
 

@@ -361,6 +361,71 @@ def test_cost_of_layers_without_weights():
     assert cost_of(layers.Dropout(0.5), [5, 3]).parameters == 0
 
 
+class Reduction(layers.Layer):
+    """Halves height and width before most of its work; scales by a matrix of its own."""
+
+    def __init__(self, built: bool) -> None:
+        super().__init__()
+        self.halve = layers.Conv2D(4, 3, strides=2, padding="same", use_bias=False)
+        self.rest = keras.Sequential([layers.ReLU(), layers.Conv2D(4, 1, use_bias=False)])
+        self.unused = layers.Dense(7)
+        self.made_early = built
+
+    def build(self, input_shape):
+        """Builds the layers inside, or leaves them to be built by their first call."""
+        self.scale = self.add_weight(shape=(4, 4))
+        if self.made_early:
+            self.halve.build(input_shape)
+            self.rest.build(self.halve.compute_output_shape(input_shape))
+
+    def call(self, x):
+        """Returns half the height and width of `x`, and 4 channels."""
+        return self.rest(self.halve(x)) @ self.scale
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_layer_made_of_layers_costs_what_they_cost_for_their_own_shapes(built):
+    halve = 16 * (2 * 3 * 3 * 2 * 4 + 4)
+    rest = 16 * 4 + 16 * (2 * 4 * 4 + 4)
+    scale = 64 * 2 * 4 * 4  # where it is applied cannot be known: at most at each position of the input
+    assert cost_of(Reduction(built), [8, 8, 2]).flops == halve + rest + scale + 16 * 4
+
+
+class PerStep(layers.Layer):
+    """Wrapped layers, which are built for less than they are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = layers.TimeDistributed(layers.Dense(4, use_bias=False))
+        self.both = layers.Bidirectional(layers.LSTM(4, return_sequences=True))
+
+    def call(self, x):
+        """Returns `(rows, steps, 8)`."""
+        return self.both(self.each(x))
+
+
+def test_wrapped_layers_inside_a_layer_work_at_every_step():
+    each = 5 * 2 * 3 * 4 + 20
+    both = 2 * (5 * 2 * (4 + 4) * 4 * 4) + 40
+    assert cost_of(PerStep(), [5, 3]).flops == each + both + 40
+
+
+def test_a_layer_inside_that_does_not_tell_its_shapes_counts_at_each_position_of_the_outer_one():
+    class Silent(layers.Dense):
+        def get_build_config(self):
+            raise NotImplementedError
+
+    class Outer(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = Silent(4, use_bias=False)
+
+        def call(self, x):
+            return self.inner(x)[:, :2]
+
+    assert cost_of(Outer(), [5, 3]).flops == 5 * 2 * 3 * 4 + 2 * 4 + 2 * 4
+
+
 def test_a_shared_weight_counts_once_and_works_twice():
     x = keras.Input([4])
     shared = layers.Dense(4)

@@ -1,18 +1,20 @@
 """What each operation of a model costs: floating-point operations and bytes, for one row of the batch.
 
 FLOPs are counted from shapes, without running anything: two for each multiply-add of a kernel at each position where
-it is applied, plus one for each element of the output. An unknown dimension counts as 1, so that a model over sequences
-of any length is balanced as for length 1; pass explicit layer counts where that is not what you want.
+it is applied, plus one for each element of the output. A layer made of layers costs what these do, each for the shapes
+that it was built for. An unknown dimension counts as 1, so that a model over sequences of any length is balanced as for
+length 1; pass explicit layer counts where that is not what you want.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
 
+from tf_gpipe import compat
 from tf_gpipe.model_graph import ModelGraph, Ref, Step, TensorSpec
 
 
@@ -80,42 +82,90 @@ def _weights(step: Step) -> list[keras.Variable]:
     return [v for v in step.variables if id(v) in own or not isinstance(step.operation, keras.Layer)]
 
 
-def _positions(shape: Iterable[int | None]) -> int:
+Shape = Sequence[int | None]
+
+
+def _positions(shape: Shape) -> int:
     """Number of places between the batch and the channels: pixels, tokens."""
     return math.prod(dimension or 1 for dimension in tuple(shape)[1:-1])
 
 
-def _elements(specs: list[TensorSpec]) -> int:
-    return sum(math.prod(dimension or 1 for dimension in spec.shape[1:]) for spec in specs)
+def _most_positions(shapes: Iterable[Shape]) -> int:
+    return max(map(_positions, shapes), default=1)
+
+
+def _elements(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(dimension or 1 for dimension in tuple(shape)[1:]) for shape in shapes)
 
 
 _APPLIED_AT_OUTPUTS = {"Conv1D", "Conv2D", "Conv3D", "Dense", "EinsumDense"}
 _APPLIED_AT_OUTPUTS |= {"DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"}
 """Layers whose kernel is applied once at each position of their output."""
 
+_WHOLE = (
+    keras.layers.GroupQueryAttention,
+    keras.layers.MultiHeadAttention,
+    keras.layers.RNN,
+    keras.layers.Wrapper,
+)
+"""Layers made of layers that are used in another way than by calling them once for their own shapes."""
+
 
 def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> float:
     """FLOPs of one operation for one row."""
     operation = step.operation
-    elements = float(_elements(outputs))
+    before, after = [spec.shape for spec in inputs], [spec.shape for spec in outputs]
     if isinstance(operation, keras.layers.Embedding):
+        elements = float(_elements(after))
         reverse = step.kwargs.get("reverse", step.args[1] if len(step.args) > 1 else False)  # logits from its table
         return 2.0 * elements * (inputs[0].shape[-1] or 1) if reverse is True else elements
+    if isinstance(operation, keras.Layer):
+        return _layer_flops(operation, before, after, set())
+    return _kernel_flops(operation, _weights(step), before, after)
+
+
+def _layer_flops(layer: keras.Layer, before: Sequence[Shape], after: Sequence[Shape], counted: set[int]) -> float:
+    """FLOPs of a layer and of those inside it that are not `counted` yet, for one row.
+
+    Args:
+        layer: the layer.
+        before: shapes of its inputs.
+        after: those of its outputs.
+        counted: identities of layers; those that are counted now are added.
+    """
+    inside = compat.layers_inside(layer)
+    if not inside or isinstance(layer, _WHOLE) or compat.is_of_keras(layer):
+        return _kernel_flops(layer, layer.weights, before, after)
+    theirs = {id(w) for inner in inside for w in inner.weights}
+    own = [w for w in layer.weights if id(w) not in theirs]
+    total = 0.0 if isinstance(layer, keras.Model) and not own else _kernel_flops(layer, own, before, after)
+    for inner in inside:
+        called = inner.built and not isinstance(inner, keras.layers.InputLayer)
+        if called and id(inner) not in counted:
+            counted.add(id(inner))
+            total += _layer_flops(inner, *(compat.shapes_of(inner) or (before, after)), counted)
+    return total
+
+
+def _kernel_flops(
+    operation: keras.Operation, weights: Sequence[keras.Variable], before: Sequence[Shape], after: Sequence[Shape]
+) -> float:
+    """FLOPs of an operation that applies weights, from shapes of its inputs and outputs."""
+    elements = float(_elements(after))
     # The biases of attention and of GRU have two axes.
-    kernels = sum(math.prod(w.shape) for w in _weights(step) if len(w.shape) > 1 and "bias" not in w.name)
-    here = max((_positions(spec.shape) for spec in outputs), default=1)
-    before = max((_positions(spec.shape) for spec in inputs), default=1)
+    kernels = sum(math.prod(w.shape) for w in weights if len(w.shape) > 1 and "bias" not in w.name)
+    here, there = _most_positions(after), _most_positions(before)
     if "Transpose" in type(operation).__name__:
-        here = before  # a transposed convolution applies its kernel at each position of its input
+        here = there  # a transposed convolution applies its kernel at each position of its input
     elif type(operation).__name__ not in _APPLIED_AT_OUTPUTS:
-        here = max(here, before)  # recurrent layers and composites see each position of their input
+        here = max(here, there)  # recurrent layers see each position of their input
     attention = 0.0
     if isinstance(operation, keras.layers.MultiHeadAttention):
-        attention = 4.0 * here * before * operation.num_heads * operation.key_dim
+        attention = 4.0 * here * there * operation.num_heads * operation.key_dim
     elif isinstance(operation, keras.layers.GroupQueryAttention):
-        attention = 4.0 * here * before * operation.num_query_heads * operation.head_dim
+        attention = 4.0 * here * there * operation.num_query_heads * operation.head_dim
     if not kernels and type(operation).__name__ == "Matmul":
-        return 2.0 * elements * (inputs[0].shape[-1] or 1)
+        return 2.0 * elements * (before[0][-1] or 1)
     if not kernels and type(operation).__name__ in ("Dot", "Einsum"):
-        return 2.0 * elements * max((spec.shape[-1] or 1 for spec in inputs), default=1)
+        return 2.0 * elements * max((shape[-1] or 1 for shape in before), default=1)
     return 2.0 * kernels * here + attention + elements
