@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import largest_difference, normal, scope_of
 
 import tf_gpipe
 from tf_gpipe import contraction
@@ -157,3 +158,42 @@ def test_a_layout_without_weights_gives_inputs_only():
     (made,) = layout.add(layout.sort([tf.ones([2])], [True]), [])
     assert made.numpy().tolist() == [1.0, 1.0]
     assert layout.inputs == (0,)
+
+
+class ShapeOfPython(keras.layers.Layer):
+    """Gives a tensor whose shape only Python knows, so that an imported graph does not."""
+
+    def call(self, x):
+        y = tf.boolean_mask(x, tf.ones_like(x[:, 0], tf.bool))
+        y.set_shape(x.shape)
+        return tf.tanh(y)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class Padded(keras.layers.Layer):
+    def call(self, x):
+        return tf.RaggedTensor.from_tensor(x).to_tensor(shape=[None, 512])
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+@pytest.mark.parametrize("layer", [ShapeOfPython, Padded])
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+def test_what_is_deferred_is_right_in_every_graph_of_a_step(remat, layer):
+    """Sample weights make a second graph, of functions that were traced for the first."""
+
+    def fits(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.Dense(512), layer(), keras.layers.Dense(512, use_bias=False)]
+            model = keras.Sequential([keras.Input([8]), *layers])
+            model.compile(keras.optimizers.SGD(1.0), "mse")
+        x, y = normal(3, 8), normal(3, 512, seed=1)
+        for weights in (None, np.array([0.5, 1.0, 2.0])):
+            model.fit(x, y, sample_weight=weights, batch_size=3, verbose=0)
+        return model
+
+    assert largest_difference(fits(None), fits(tf_gpipe.GPipeStrategy(1, 3, remat=remat))) <= 1e-6

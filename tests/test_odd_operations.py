@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import scope_of
+from helpers import assert_same, normal, scope_of, train
 
 import tf_gpipe
 
@@ -127,3 +127,25 @@ def test_an_output_without_loss_needs_no_gradient(remat):
 def test_an_operation_without_gradient_fails_where_one_is_needed(remat):
     with pytest.raises(ValueError, match="not differentiable"):
         trained(tf_gpipe.GPipeStrategy(2, 3, remat=remat), WithoutGradient())
+
+
+class SquareInPython(L.Layer):
+    """A function of Python with a gradient, which TensorFlow takes from a tape that its run leaves behind."""
+
+    def call(self, x):
+        y = tf.py_function(lambda a: a * a, [x], tf.float32)
+        y.set_shape(x.shape)
+        return y
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+@pytest.mark.parametrize("after", [lambda: L.Rescaling(2.0), lambda: L.Dense(2)], ids=["unused", "used"])
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+def test_a_gradient_that_python_takes(remat, after):
+    def make():
+        return keras.Sequential([keras.Input([4]), L.Dense(4), SquareInPython(), after()])
+
+    data = normal(6, 4), normal(6, 4 if isinstance(after(), L.Rescaling) else 2, seed=1)
+    assert_same(train(make, data), train(make, data, tf_gpipe.GPipeStrategy(2, 3, remat=remat)))

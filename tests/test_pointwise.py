@@ -18,12 +18,28 @@ class Scaled(keras.layers.Conv2D):
         return 2 * super().convolution_op(inputs, kernel)
 
 
+class Called(keras.layers.Conv2D):
+    """A convolution whose kernel is another when it is called."""
+
+    def call(self, inputs):
+        """A convolution by the kernel and its neighbours."""
+        return self.convolution_op(inputs, keras.ops.tile(self.kernel, [1, 3, 1, 1]))
+
+
+def replaced(layer):
+    """The layer with an operation of its own."""
+    layer.convolution_op = lambda inputs, kernel: 2 * keras.ops.conv(inputs, kernel)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "is_product"),
     [
         (keras.layers.Conv2D(5, 1), True),
         (keras.layers.Conv2D(5, 1, padding="same", dilation_rate=2, activation="relu"), True),
-        (keras.layers.Conv2D(5, 1, dtype="mixed_bfloat16"), True),
+        (keras.layers.Conv2D(5, 1, dtype="float64"), True),
+        (keras.layers.Conv2D(5, 1, dtype="mixed_bfloat16"), False),
+        (keras.layers.Conv2D(5, 1, dtype="mixed_float16"), False),
         (keras.layers.Conv2D(5, (1, 3)), False),
         (keras.layers.Conv2D(5, 1, strides=2), False),
         (keras.layers.Conv2D(4, 1, groups=2), False),
@@ -32,6 +48,8 @@ class Scaled(keras.layers.Conv2D):
         (keras.layers.DepthwiseConv2D(1), False),
         (keras.layers.Dense(5), False),
         (Scaled(5, 1), False),
+        (Called(5, 1), False),
+        (replaced(keras.layers.Conv2D(5, 1)), False),
     ],
 )
 def test_which_layers_are_products(layer, is_product):
@@ -39,7 +57,7 @@ def test_which_layers_are_products(layer, is_product):
 
 
 @pytest.mark.parametrize("size", [3, None])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_product_is_the_convolution(size, dtype):
     layer = keras.layers.Conv2D(5, 1, activation="tanh", bias_initializer="normal", dtype=dtype)
     layer.build([None, None, None, 4])
@@ -61,8 +79,49 @@ def test_a_product_is_the_convolution(size, dtype):
     assert not any(name.startswith("Conv2D") for name in operations)
     assert traced.structured_outputs[0].shape.as_list() == [None, size, size, 5]
     for value, made in zip(wanted, traced(x), strict=True):
-        tolerance = 2e-2 if dtype == "mixed_bfloat16" else 1e-5
-        np.testing.assert_allclose(tf.cast(made, "float64"), tf.cast(value, "float64"), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(made, value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_patched_on_the_class_stays_what_it_is(monkeypatch):
+    monkeypatch.setattr(keras.layers.Conv2D, "convolution_op", lambda self, inputs, kernel: inputs)
+    assert not pointwise.is_pointwise(keras.layers.Conv2D(5, 1))
+
+
+class Unshaped(keras.layers.Layer):
+    """Makes a tensor forget its shape."""
+
+    def call(self, x):
+        """The same values."""
+        return tf.reshape(x, tf.shape(x)[tf.newaxis][0])
+
+    def compute_output_shape(self, input_shape):
+        """As the input."""
+        return input_shape
+
+
+@pytest.mark.parametrize("unknown", [Unshaped, keras.layers.Identity])
+def test_channels_that_are_not_known_stay_a_convolution(unknown):
+    def make():
+        return keras.Sequential([keras.Input([6, 6, 3]), unknown(), keras.layers.Conv2D(2, 1), keras.layers.ReLU()])
+
+    data = normal(8, 6, 6, 3), normal(8, 6, 6, 2, seed=1)
+    assert_same(train(make, data, batch_size=8), train(make, data, tf_gpipe.GPipeStrategy(2, 2), batch_size=8))
+
+
+def test_bias_gradients_in_bfloat16_are_as_near_as_those_of_plain_keras():
+    """TensorFlow adds up 65,536 numbers in 16 bits where a bias follows anything but a convolution: 98 % off."""
+
+    def make():
+        layer = keras.layers.Conv2D(4, 1, dtype="mixed_bfloat16")
+        return keras.Sequential([keras.Input([64, 64, 3]), layer, keras.layers.Activation("linear", dtype="float32")])
+
+    data = normal(16, 64, 64, 3), np.ones([16, 64, 64, 4], "float32")
+    compile = lambda: {"optimizer": keras.optimizers.SGD(1.0), "loss": "mse"}  # noqa: E731
+    plain, _ = train(make, data, compile=compile, epochs=1)
+    ours, _ = train(make, data, tf_gpipe.GPipeStrategy(1, 2), compile=compile, epochs=1)
+    bias, wanted = (model.layers[0].bias.numpy() for model in (ours, plain))
+    assert np.all(np.abs(wanted) > 0.1)
+    np.testing.assert_allclose(bias, wanted, rtol=0.02)
 
 
 def convolutions() -> keras.Model:

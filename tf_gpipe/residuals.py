@@ -65,7 +65,10 @@ class Residuals:
         given = dict(zip((placeholder.name for placeholder in forward.inputs), arguments, strict=False))
         given |= {inside.name: _capture(outside) for outside, inside in forward.graph.captures if inside.op in needed}
         cut_out = _cut_out(forward.graph, {op.name for op in needed})
-        return _import(cut_out, given, [tensor.name for tensor in self.kept])
+        made = _import(cut_out, given, [tensor.name for tensor in self.kept])
+        for tensor, known in zip(made, self.kept, strict=True):
+            tensor.set_shape(known.shape)  # by Python code, perhaps, which the graph does not know of
+        return made
 
     def run(self, kept: Tensors, d_outputs: Tensors) -> list[tf.Tensor]:
         """The gradients, in the graph that is being traced now."""

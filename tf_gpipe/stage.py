@@ -163,8 +163,8 @@ class Stage:
         """The forward pass on a tape and the backward pass from all that has a gradient; traced the first time.
 
         Returns:
-            None where there is nothing to take a gradient of, or no way: an operation has no gradient, say. The error
-            comes where a gradient is asked for.
+            None where there is nothing to take a gradient of, or no way: an operation has no gradient, say (the error
+            comes where a gradient is asked for), or only in the function that has run it (`state.needs_its_own_run`).
         """
         key = signature, wanted
         if key not in self._recorded:
@@ -178,7 +178,7 @@ class Stage:
         """Whether a micro-batch's activations can be kept; XLA does not know what loops and branches keep."""
         return not (self.jit_compile and recorded.branches)
 
-    def _trace_recorded(self, signature: Signature, wanted: tuple[bool, ...]) -> Recorded:
+    def _trace_recorded(self, signature: Signature, wanted: tuple[bool, ...]) -> Recorded | None:
         gives = GradientLayout(self.trained(signature), self._deferral)
         made_of: list[tuple[BackwardKind, residuals.Residuals]] = []
 
@@ -204,6 +204,8 @@ class Stage:
             return self._concrete(signature, forward_recorded, input_specs(signature, given), called=True), bodies[-1]
 
         given, function, made = self._trace_complete(signature, trace)
+        if state.needs_its_own_run(function.graph):
+            return None
 
         def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> compat.PlacedFunction:
             return self._place(self._concrete(None, body, specs))

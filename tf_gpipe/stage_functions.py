@@ -15,6 +15,7 @@ the residuals, followed by the kept backward function's.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -238,27 +239,29 @@ class Recorded:
     def kept_backward(self) -> Backward:
         """The backward pass that takes them."""
         kept, given = len(self._residuals.kept), len(self._d_specs)
+        gives = copy.copy(self._gives)  # what is deferred is found as each function is traced
 
         def backward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
             made = self._residuals.run(flat[:kept], flat[kept : kept + given])
-            return self._gives.add(made, flat[kept + given :])
+            return gives.add(made, flat[kept + given :])
 
         residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._residuals.kept]
-        specs = [*residual_specs, *self._d_specs, *self._gives.specs]
-        return Backward(self._place(backward_kept, specs), self._gives)
+        specs = [*residual_specs, *self._d_specs, *gives.specs]
+        return Backward(self._place(backward_kept, specs), gives)
 
     @functools.cached_property
     def backward(self) -> Backward:
         """The backward pass that runs the forward pass again; no layer's code runs once more to make it."""
         taken, given = len(self._specs), len(self._d_specs)
+        gives = copy.copy(self._gives)
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
             kept = self._residuals.make_kept(self._traced, flat[:taken])
             made = self._residuals.run(kept, flat[taken : taken + given])
-            return self._gives.add(made, flat[taken + given :])
+            return gives.add(made, flat[taken + given :])
 
-        specs = [*self._specs, *self._d_specs, *self._gives.specs]
-        return Backward(self._place(backward, specs), self._gives)
+        specs = [*self._specs, *self._d_specs, *gives.specs]
+        return Backward(self._place(backward, specs), gives)
 
 
 def flatten_inputs(

@@ -234,6 +234,14 @@ _STATEFUL_RANDOM = re.compile(
 _ASSIGNMENT = re.compile("Assign.*VariableOp|ResourceScatter.*|ResourceStridedSliceAssign")
 
 
+def needs_its_own_run(graph: tf.Graph) -> bool:
+    """Whether a gradient must be taken where the forward pass has just run, of the same micro-batch.
+
+    `tf.py_function` leaves a tape for its gradient, under one name for all calls, and the gradient takes it away.
+    """
+    return any(op.type == "EagerPyFunc" for op in compat.all_operations(graph))
+
+
 def refuse_impure(graph: tf.Graph, stage: int, operations: Sequence[str]) -> None:
     """Raises where a stage would not do the same when it is run again for the backward pass.
 
