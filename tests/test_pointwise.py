@@ -116,7 +116,10 @@ def test_bias_gradients_in_bfloat16_are_as_near_as_those_of_plain_keras():
         return keras.Sequential([keras.Input([64, 64, 3]), layer, keras.layers.Activation("linear", dtype="float32")])
 
     data = normal(16, 64, 64, 3), np.ones([16, 64, 64, 4], "float32")
-    compile = lambda: {"optimizer": keras.optimizers.SGD(1.0), "loss": "mse"}  # noqa: E731
+
+    def compile():
+        return {"optimizer": keras.optimizers.SGD(1.0), "loss": "mse"}
+
     plain, _ = train(make, data, compile=compile, epochs=1)
     ours, _ = train(make, data, tf_gpipe.GPipeStrategy(1, 2), compile=compile, epochs=1)
     bias, wanted = (model.layers[0].bias.numpy() for model in (ours, plain))
