@@ -315,45 +315,6 @@ def test_run_inside_a_function_is_traced_once(strategy):
     assert len(traces) == 1
 
 
-class Noted(keras.layers.Layer):
-    """Notes whether Python's garbage collector is at work while it is traced."""
-
-    def __init__(self, fails: bool = False, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.fails = fails
-        self.found: list[bool] = []
-
-    def call(self, inputs):
-        """The inputs."""
-        self.found.append(gc.isenabled())
-        if self.fails and not gc.isenabled():
-            raise ArithmeticError("in the stage")
-        return inputs
-
-
-def test_the_garbage_collector_rests_while_stages_are_traced_and_is_as_it_was_after():
-    strategy = gpipe()
-    with strategy.scope():
-        layer = Noted()
-        model = keras.Sequential([keras.Input([3]), layer, keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
-    assert False in layer.found
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    with strategy.scope():
-        failing = keras.Sequential([keras.Input([3]), Noted(fails=True), keras.layers.Dense(1)])
-        failing.compile("sgd", "mse")
-    with pytest.raises(ArithmeticError, match="in the stage"):
-        failing.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
-    assert gc.isenabled()
-
-
 def test_run_inside_run_is_refused_as_by_tensorflow(strategy):
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(lambda: strategy.run(lambda: 1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,22 +34,6 @@ from tf_gpipe.stage_functions import Forward, ForwardResult, Signature, flatten_
 from tf_gpipe.tasks import Remat, recomputes
 from tf_gpipe.trial import first_refused, xla_pays
 from tf_gpipe.values import Kind, Value, components, has_gradient, is_dense, is_differentiable, kind_of
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python's garbage collector rests while a graph is made: it would search all of it every second, and find little.
-
-    That is 5 % of the time of the first step (docs/decisions/0010-start-up.md).
-    """
-    rests = gc.isenabled() and not tf.executing_eagerly()
-    if rests:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if rests:
-            gc.enable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +173,6 @@ class Call:
 
     # --- [1] to [3]: forward ---
 
-    @_uncollected()
     def run(self) -> PipelineOutput:
         """The forward pass; tapes learn how to go back."""
         recording = compat.is_recording()
@@ -434,7 +416,7 @@ class Call:
             d_outputs = [d if i in used else None for i, d in enumerate(d_whole)]
             used.clear()
             _refuse_assigned(assigned(), self.graph.model.name)
-            with compat.stop_recording(), _uncollected():
+            with compat.stop_recording():
                 backward = BackwardPass.of_outputs(self, d_outputs)
                 backward.run()
                 results = backward.gradients_of(refs, trained)
