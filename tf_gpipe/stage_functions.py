@@ -238,30 +238,25 @@ class Recorded:
     @functools.cached_property
     def kept_backward(self) -> Backward:
         """The backward pass that takes them."""
-        kept, given = len(self._residuals.kept), len(self._d_specs)
-        gives = copy.copy(self._gives)  # what is deferred is found as each function is traced
-
-        def backward_kept(*flat: tf.Tensor) -> list[tf.Tensor]:
-            made = self._residuals.run(flat[:kept], flat[kept : kept + given])
-            return gives.add(made, flat[kept + given :])
-
         residual_specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self._residuals.kept]
-        specs = [*residual_specs, *self._d_specs, *gives.specs]
-        return Backward(self._place(backward_kept, specs), gives)
+        return self._make_backward(residual_specs, lambda kept: kept)
 
     @functools.cached_property
     def backward(self) -> Backward:
         """The backward pass that runs the forward pass again; no layer's code runs once more to make it."""
-        taken, given = len(self._specs), len(self._d_specs)
-        gives = copy.copy(self._gives)
+        return self._make_backward(self._specs, lambda given: self._residuals.make_kept(self._traced, given))
+
+    def _make_backward(
+        self, specs: Sequence[tf.TensorSpec], kept_of: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+    ) -> Backward:
+        """A backward pass that begins with arguments of these kinds, of which `kept_of` makes the residuals."""
+        begin, end = len(specs), len(specs) + len(self._d_specs)
+        gives = copy.copy(self._gives)  # what is deferred is found as each function is traced
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
-            kept = self._residuals.make_kept(self._traced, flat[:taken])
-            made = self._residuals.run(kept, flat[taken : taken + given])
-            return gives.add(made, flat[taken + given :])
+            return gives.add(self._residuals.run(kept_of(flat[:begin]), flat[begin:end]), flat[end:])
 
-        specs = [*self._specs, *self._d_specs, *gives.specs]
-        return Backward(self._place(backward, specs), gives)
+        return Backward(self._place(backward, [*specs, *self._d_specs, *gives.specs]), gives)
 
 
 def flatten_inputs(
