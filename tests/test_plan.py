@@ -391,6 +391,23 @@ def test_a_layer_made_of_layers_costs_what_they_cost_for_their_own_shapes(built)
     assert cost_of(Reduction(built), [8, 8, 2]).flops == halve + rest + scale + 16 * 4
 
 
+class Tokens(layers.Layer):
+    """Embeds tokens and their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = layers.Embedding(1000, 8)
+        self.position = layers.Embedding(5, 8)
+
+    def call(self, tokens):
+        """Returns `(rows, tokens, 8)`."""
+        return self.token(tokens) + self.position(ops.arange(5))
+
+
+def test_an_embedding_inside_a_layer_is_a_lookup():
+    assert cost_of(Tokens(), [5], dtype="int32").flops < 5 * 8 * 4
+
+
 class PerStep(layers.Layer):
     """Wrapped layers, which are built for less than they are called with."""
 

@@ -160,34 +160,6 @@ def layers_inside(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
-def is_of_keras(layer: keras.Layer) -> bool:
-    """Whether a layer is one of Keras's own, models apart, which hold layers of the user's."""
-    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
-
-
-def shapes_of(layer: keras.Layer) -> tuple[list[tuple[int | None, ...]], list[tuple[int | None, ...]]] | None:
-    """Shapes of the inputs that a layer was built for, and of what it makes of them; None if it does not tell."""
-    try:
-        config = layer.get_build_config() or {}
-        built_for = list(config.get("shapes_dict", {"": config.get("input_shape")}).values())
-        if None in built_for:
-            return None
-        return _flat_shapes(built_for), _flat_shapes(layer.compute_output_shape(*built_for))
-    except Exception:  # a layer's own code, which Keras may never call
-        return None
-
-
-def _flat_shapes(shapes: Structure) -> list[tuple[int | None, ...]]:
-    """The shapes in a structure of them; a shape is a sequence of sizes."""
-    if isinstance(shapes, dict):
-        return [shape for part in shapes.values() for shape in _flat_shapes(part)]
-    if isinstance(shapes, (list, tuple)):
-        if all(size is None or isinstance(size, int) for size in shapes):
-            return [tuple(shapes)]
-        return [shape for part in shapes for shape in _flat_shapes(part)]
-    return []
-
-
 def made_trainable(layer: keras.Layer) -> list[keras.Variable]:
     """Weights that a layer itself made to be trained, frozen ones among them."""
     return list(layer._trainable_variables)

@@ -116,9 +116,9 @@ def _flops(step: Step, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> f
     operation = step.operation
     before, after = [spec.shape for spec in inputs], [spec.shape for spec in outputs]
     if isinstance(operation, keras.layers.Embedding):
-        elements = float(_elements(after))
         reverse = step.kwargs.get("reverse", step.args[1] if len(step.args) > 1 else False)  # logits from its table
-        return 2.0 * elements * (inputs[0].shape[-1] or 1) if reverse is True else elements
+        if reverse is True:
+            return 2.0 * _elements(after) * (inputs[0].shape[-1] or 1)
     if isinstance(operation, keras.Layer):
         return _layer_flops(operation, before, after, set())
     return _kernel_flops(operation, _weights(step), before, after)
@@ -133,8 +133,11 @@ def _layer_flops(layer: keras.Layer, before: Sequence[Shape], after: Sequence[Sh
         after: those of its outputs.
         counted: identities of layers; those that are counted now are added.
     """
+    if isinstance(layer, keras.layers.Embedding):
+        return float(_elements(after))
     inside = compat.layers_inside(layer)
-    if not inside or isinstance(layer, _WHOLE) or compat.is_of_keras(layer):
+    of_keras = type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
+    if not inside or isinstance(layer, _WHOLE) or of_keras:
         return _kernel_flops(layer, layer.weights, before, after)
     theirs = {id(w) for inner in inside for w in inner.weights}
     own = [w for w in layer.weights if id(w) not in theirs]
@@ -143,8 +146,24 @@ def _layer_flops(layer: keras.Layer, before: Sequence[Shape], after: Sequence[Sh
         called = inner.built and not isinstance(inner, keras.layers.InputLayer)
         if called and id(inner) not in counted:
             counted.add(id(inner))
-            total += _layer_flops(inner, *(compat.shapes_of(inner) or (before, after)), counted)
+            total += _layer_flops(inner, *(_shapes_of(inner) or (before, after)), counted)
     return total
+
+
+def _shapes_of(layer: keras.Layer) -> tuple[list[Shape], list[Shape]] | None:
+    """Shapes of the inputs that a layer was built for, and of what it makes of them; None if it does not tell."""
+    before: list[Shape] = []
+    after: list[Shape] = []
+    try:
+        config = layer.get_build_config() or {}
+        built_for = list(config.get("shapes_dict", {"": config.get("input_shape")}).values())
+        if None in built_for:
+            return None
+        keras.tree.map_shape_structure(before.append, built_for)
+        keras.tree.map_shape_structure(after.append, layer.compute_output_shape(*built_for))
+    except Exception:  # a layer's own code, which Keras may never call
+        return None
+    return before, after
 
 
 def _kernel_flops(
