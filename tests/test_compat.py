@@ -501,22 +501,22 @@ def test_names_for_remote_calls():
     assert parameters_of(auto_control_deps_utils.get_read_only_resource_input_indices_graph) == ["func_graph"]
     assert isinstance(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, str)
     assert parameters_of(ops.set_int_list_attr) == ["op", "attr_name", "ints"]
+    function = tf.function(lambda: None, autograph=False).get_concrete_function()
+    assert parameters_of(function._call_flat) == ["tensor_inputs", "captured_inputs"]
 
 
-@pytest.mark.parametrize("device", ["/job:localhost/replica:0/task:0/device:CPU:2", "/device:GPU:0"])
-def test_a_placed_function_gives_what_the_function_gives(device):
-    with tf.device("/CPU:2"):
-        weight = tf.Variable(3.0)
-    function = tf.function(lambda x: [x * weight, x + 1.0], autograph=False)
-    placed = compat.PlacedFunction(function.get_concrete_function(tf.TensorSpec([None])), device)
-    assert placed.graph.captures
+def test_assigned_inputs_are_what_a_function_writes():
+    read, written = tf.Variable(1.0), tf.Variable(1.0)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
 
-    @tf.function
-    def twice(x):
-        return placed(placed(x)[0])
+    @tf.function(autograph=False)
+    def body(x):
+        written.assign_add(read + x)
+        table.insert(tf.constant([1], tf.int64), [x])
+        return x
 
-    for results in (twice(tf.constant([1.0, 2.0])), placed(*placed(tf.constant([1.0, 2.0]))[:1])):
-        assert [r.numpy().tolist() for r in results] == [[9.0, 18.0], [4.0, 7.0]]
+    found = compat.assigned_inputs(body.get_concrete_function(tf.TensorSpec([])))
+    assert {id(tensor) for tensor in found} == {id(written.handle), id(table.resource_handle)}
 
 
 # --- variables ---

@@ -45,10 +45,11 @@ def pipeline_of(model, strategy):
 @pytest.mark.parametrize(
     ("plain", "compiled", "chosen"), [(2e-3, 1e-3, True), (1e-3, 2e-3, False), (1e-3, 0.95e-3, False)]
 )
-def test_what_is_faster_is_chosen_and_the_plan_says_why(monkeypatch, plain, compiled, chosen):
+@pytest.mark.parametrize("remat", ["except_last", "never"])
+def test_what_is_faster_is_chosen_and_the_plan_says_why(monkeypatch, plain, compiled, chosen, remat):
     times = [plain, compiled]
     monkeypatch.setattr(trial, "_seconds", lambda *_: times.pop(0))
-    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto", remat=remat)
     model, wanted = train(strategy), train(None)
     assert not times
     assert pipeline_of(model, strategy).jit_compile is chosen

@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, gradients, updates
+from tf_gpipe.calls import sharing_handles
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
@@ -159,6 +160,7 @@ class BackwardPass:
         d_losses = [[left.pop(0) for _ in forward.loss_owners] for forward in call.forwards]
         return cls(call, given, d_losses)
 
+    @sharing_handles()
     def run(self) -> None:
         """Emits every backward task, the stages from last to first."""
         tasks = [task for task in self.call.schedule.order() if task.kind == "backward" and self.call.stages]
@@ -254,6 +256,7 @@ class _SecondPass:
         self.dd_losses: list[list[tf.Tensor | None]] = [[None] * len(f.loss_owners) for f in self.call.forwards]
         self.totals = _Totals(self.call)
 
+    @sharing_handles()
     def run(self) -> None:
         """Emits one task for each backward task, the stages from first to last."""
         for task in sorted(self.first.done, key=lambda task: (task.micro_batch, task.stage)):

@@ -19,6 +19,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `forwardprop_util` | whether forward-mode differentiation is under way |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
+| `ConcreteFunction._call_flat` | a function is given the handles of its variables, which travel as one tensor |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
 | `experimental_acd_manager` | timestamps, and calls without variables, would wait for each other on all stages |
 | `compiler_ir` | whether XLA can take a function that is traced already |
@@ -61,7 +62,6 @@ from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
-from tf_gpipe.devices import is_cpu
 from tf_gpipe.errors import ModelError
 
 __all__ = [
@@ -557,88 +557,38 @@ def _is_on(full_name: str, device: str) -> bool:
     return bool(here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here)
 
 
-class PlacedFunction:
-    """A traced function of flat tensors that runs on one device.
+def assigned_inputs(function: Any) -> list[tf.Tensor]:
+    """What a traced function captures and may assign, such as a table that it fills."""
+    reads = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(function.graph))
+    captured = list(enumerate(function.inputs))[len(function.inputs) - len(function.captured_inputs) :]
+    pairs = zip(captured, function.captured_inputs, strict=True)
+    return [outside for (at, inside), outside in pairs if inside.dtype == tf.resource and at not in reads]
 
-    Two operations of TensorFlow call a function from a graph. `PartitionedCall` shares its caller's cancellation: when
-    an operation of the function fails, it cancels what its caller still waits for before it reports, so that mostly
-    "RecvAsync is cancelled" is all that reaches the user. `RemoteCall` has a cancellation of its own, and the error
-    arrives with its operation, stage and micro-batch. It also costs half as much to start (passes over the caller's
-    graph do not look into it) and 50 µs more a call. Its kernel for other devices than CPUs was never tried here, so
-    that those get the plain call; so does a function that uses a variable of another device (tied weights), which a
-    `RemoteCall` cannot be given.
 
-    Args:
-        function: the function.
-        device: full name of the device.
-    """
+def call_with_captured(function: Any, flat: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls a traced function with other tensors than those it captured."""
+    return list(function._call_flat(list(flat), list(captured)))
 
-    def __init__(self, function: Any, device: str) -> None:
-        self.graph = function.graph
-        self._function = function
-        self._device = device
-        self._remote: Any = None
-        self._reads: list[int] = []
-        if is_cpu(device) and uses_only(function, device):
-            specs = [tf.TensorSpec(t.shape, t.dtype) for t in function.inputs[: len(function.inputs) - self._captures]]
 
-            def remote(*flat: tf.Tensor) -> list[tf.Tensor]:
-                return list(function(*flat))
-
-            with tf.init_scope():
-                traced = tf.function(remote, autograph=False, input_signature=specs)
-                self._remote = traced.get_concrete_function()
-            reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(self._remote.graph)
-            self._reads = [1 + index for index in reads]  # after the target
-
-    @property
-    def _captures(self) -> int:
-        return len(self._function.captured_inputs)
-
-    def __call__(self, *flat: tf.Tensor) -> list[tf.Tensor]:
-        """Calls it under whatever `tf.device` is open."""
-        if not self._function.outputs:
-            return []  # no gradient passes through the stage, and it has no weights
-        if self._remote is None or tf.executing_eagerly():
-            return list(self._function(*flat))
-        graph = tf.compat.v1.get_default_graph()
-        if not hasattr(graph, "_gpipe_calls"):
-            graph._gpipe_calls = {}  # kept by the graph, whose tensors these are
-        if self not in graph._gpipe_calls:
-            with tf.control_dependencies(None):
-                target = tf.constant(self._device)
-            graph._gpipe_calls[self] = target, [graph.capture(tensor) for tensor in self._remote.captured_inputs]
-        target, captured = graph._gpipe_calls[self]
-        outputs = tf.raw_ops.RemoteCall(
-            target=target,
-            args=[*flat, *captured],
-            Tout=[output.dtype for output in self._remote.outputs],
-            f=self._remote,
-        )
-        # Without it, calls that share a variable would wait for each other as if they wrote it.
-        ops.set_int_list_attr(outputs[0].op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, self._reads)
-        _hide_function(outputs[0].op)
-        if not any(t.dtype == tf.resource for t in outputs[0].op.inputs):
-            _wait_for_inputs_only(outputs[0].op)  # otherwise such calls of all stages would wait for each other
-        for output, known in zip(outputs, self._remote.outputs, strict=True):
-            output.set_shape(known.shape)
-        return list(outputs)
+def note_reads(op: tf.Operation, indices: Sequence[int]) -> None:
+    """Tells `tf.function` which inputs of an operation are variables that it only reads, else it counts as a writer."""
+    ops.set_int_list_attr(op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, list(indices))
 
 
 def is_refused_by_xla(function: Any, device: str) -> bool:
-    """Whether XLA cannot take a `PlacedFunction`, as far as can be told without compiling it."""
+    """Whether XLA cannot take a traced function, as far as can be told without compiling it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # of devices, in favour of names of platforms, which TensorFlow does not tell
-            compiler_ir.from_concrete_function(function._function)(stage="hlo", device_name=device)
+            compiler_ir.from_concrete_function(function)(stage="hlo", device_name=device)
     except (ValueError, tf.errors.OpError):
         return True
     return False
 
 
-def _hide_function(call: tf.Operation) -> None:
+def hide_function(call: tf.Operation) -> None:
     """Keeps a pass of TensorFlow from looking into the function of a call, which costs 12 ms for each call.
 
     `EncapsulateSubgraphsPass` looks for operations that use reference variables (of TensorFlow 1), to note that on
@@ -772,11 +722,12 @@ def free_variable(value: np.ndarray[Any, Any]) -> tf.Variable:
 def timestamp() -> tf.Tensor:
     """`tf.timestamp` that waits for its control inputs only, and not for other operations that have effects."""
     time = tf.timestamp()
-    _wait_for_inputs_only(time.op)
+    wait_for_inputs_only(time.op)
     return time
 
 
-def _wait_for_inputs_only(op: tf.Operation) -> None:
+def wait_for_inputs_only(op: tf.Operation) -> None:
+    """Exempts an operation with effects from the order of such operations."""
     manager = getattr(op.graph, "experimental_acd_manager", None)
     if manager is not None:
         manager.run_independently(op)

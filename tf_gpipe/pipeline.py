@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tf_gpipe import compat, state, tracing
 from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
+from tf_gpipe.calls import sharing_handles
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref, check_splittable
@@ -102,7 +103,8 @@ class Pipeline:
             pairs = zip(self.stages, compiled, strict=True)
             largest = max(pairs, key=lambda pair: len(pair[0].plan.steps))
             found = xla_pays(*largest, training, kinds, needs_gradient, keep=self.remat == "never")
-            refused = first_refused(compiled, training, kinds) if found and found[0] else None
+            others = [stage for stage in compiled if stage is not largest[1]]
+            refused = first_refused(others, training, kinds) if found and found[0] else None
             if refused is not None:
                 found = False, f"stages are not compiled: XLA cannot compile stage {refused.index}"
         if found is None:
@@ -268,6 +270,7 @@ class Call:
                 "`partition`), or pass it on as a dense tensor: `to_tensor()`, `tf.sparse.to_dense`."
             )
 
+    @sharing_handles()
     def _run_forward(self, kept: set[int]) -> None:
         states = state.StateValues()
         tasks = [task for task in self.schedule.order() if task.kind == "forward" and self.stages]

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, residuals, state, updates
+from tf_gpipe import calls, compat, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
@@ -207,7 +207,7 @@ class Stage:
         if state.needs_its_own_run(function.graph):
             return None
 
-        def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> compat.PlacedFunction:
+        def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> calls.PlacedFunction:
             return self._place(self._concrete(None, body, specs))
 
         forward = Forward.of(function, given, made)
@@ -363,9 +363,9 @@ class Stage:
         with tf.init_scope(), tapes, self._choices.of(signature):
             return function.get_concrete_function()
 
-    def _place(self, function: Any) -> compat.PlacedFunction:
+    def _place(self, function: Any) -> calls.PlacedFunction:
         with tf.init_scope(), compat.stop_recording():
-            return compat.PlacedFunction(function, self.device)
+            return calls.PlacedFunction(function, self.device)
 
     def _refuse_strings(self, signature: Signature) -> None:
         """XLA has no strings, and would say so in a language of its own when the step runs."""

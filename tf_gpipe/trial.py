@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
 from tf_gpipe import compat
+from tf_gpipe.calls import PlacedFunction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import Buffers
 from tf_gpipe.stage import Stage
@@ -70,13 +71,13 @@ def xla_pays(
 
 
 def first_refused(stages: Sequence[Stage], training: bool | None, kinds: Mapping[Ref, Any]) -> Stage | None:
-    """The first of stages to be compiled whose forward function XLA cannot take."""
+    """The first of stages to be compiled, none of which was tried, whose forward function XLA cannot take."""
     for stage in stages:
         try:
             _, forward = stage.traced(training, kinds, None)
         except ModelError:
             return stage
-        if compat.is_refused_by_xla(forward.function, stage.device):
+        if compat.is_refused_by_xla(cast(PlacedFunction, forward.function).traced, stage.device):
             return stage
     return None
 

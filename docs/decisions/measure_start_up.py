@@ -47,7 +47,7 @@ def traced_backward(stage: Stage, kind: BackwardKind) -> Backward:
 def leave_out(what: str) -> None:
     """Takes one thing away that makes the first step shorter."""
     if what == "searched":
-        compat._hide_function = lambda call: None
+        compat.hide_function = lambda call: None
     if what == "traced":
         Stage.backward = traced_backward
 
