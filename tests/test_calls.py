@@ -143,3 +143,41 @@ def ancestors(op):
                 found.add(before)
                 waiting.append(before)
     return found
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "vectorized_map"])
+def test_an_assignment_waits_for_the_calls_of_a_vectorised_loop(kind):
+    """Such a loop is made anew from its body; what the result does not need is left behind."""
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([8]), *[keras.layers.Dense(8) for _ in range(4)]])
+        model.compile("sgd", "mse", jit_compile=False)
+    strategy.place(model)
+
+    def results(x):
+        if kind == "vectorized_map":
+            return tf.vectorized_map(lambda row: model(row[None], training=False), x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(model(x, training=True), 0)
+        return tape.jacobian(total, x)
+
+    @tf.function(autograph=False)
+    def step(x):
+        found = strategy.run(results, (x,))
+        for variable in model.trainable_variables:
+            variable.assign(tf.zeros_like(variable))
+        return found
+
+    x = tf.constant(np.random.default_rng(0).normal(size=[4, 8]), tf.float32)
+    operations = step.get_concrete_function(x).graph.get_operations()
+    loops = {op for op in operations if "While" in op.type}
+    assert len(loops) == {"jacobian": 2 * 2, "vectorized_map": 2}[kind]  # of one row each, which is not split
+    found = set()
+    for op in (op for op in operations if op.type == "AssignVariableOp"):
+        reading = {loop for loop in loops if any(op.inputs[0] is t for t in loop.inputs)}
+        assert reading <= ancestors(op)
+        found |= reading
+    assert found == loops
+    expected = strategy.run(tf.function(results), (x,))
+    np.testing.assert_allclose(step(x), expected, rtol=1e-5)

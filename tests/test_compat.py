@@ -519,6 +519,23 @@ def test_assigned_inputs_are_what_a_function_writes():
     assert {id(tensor) for tensor in found} == {id(written.handle), id(table.resource_handle)}
 
 
+def test_a_vectorised_loop_is_known_from_its_body():
+    found = []
+
+    def body(x):
+        found.append(compat.in_vectorized_loop())
+        return x
+
+    @tf.function(autograph=False)
+    def step(x):
+        body(x)
+        with tf.name_scope("outer"):
+            return tf.vectorized_map(body, x)
+
+    step(tf.ones([2]))
+    assert found == [False, True]
+
+
 # --- variables ---
 
 

@@ -3,7 +3,8 @@
 A call is given the handles of the variables that its function reads. Handed over one by one, they are most of what goes
 into a task, and `tf.function` makes whatever assigns one of them later wait for every call that was given it: an edge
 for each weight and task. So all calls of a pass get those of their function as one tensor. It is made before them and
-waits for assignments before; an operation after them takes the same handles, and assignments after wait for that one:
+waits for assignments before; an operation after them takes the same handles, and assignments after wait for that one
+(page 0010 of docs/decisions):
 
     assignments before ──▶ handles, as one tensor ──▶ call, call, … ──▶ the same handles ──▶ assignments after
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,7 +42,7 @@ class PlacedFunction:
         graph: its graph.
         device: as given.
         read: handles that it captures and only reads.
-        remote: the function of a `RemoteCall`, which takes these as one tensor, last; None where there is no such call.
+        is_remote: whether it is called by a `RemoteCall`.
     """
 
     def __init__(self, function: Any, device: str) -> None:
@@ -51,10 +52,17 @@ class PlacedFunction:
         assigned = set(map(id, compat.assigned_inputs(function)))
         captured = function.captured_inputs
         self.read = [t for t in captured if t.dtype == tf.resource and id(t) not in assigned]
-        self.remote: Any = self._trace_remote() if is_cpu(device) and compat.uses_only(function, device) else None
+        self.is_remote = is_cpu(device) and compat.uses_only(function, device)
+        self._remotes: dict[bool, Any] = {}
 
-    def _trace_remote(self) -> Any:
-        function, read = self.traced, set(map(id, self.read))
+    def remote(self, *, packed: bool) -> Any:
+        """The function of a `RemoteCall`; with `packed`, it takes the handles of `read` as one tensor, last."""
+        if packed not in self._remotes:
+            self._remotes[packed] = self._trace_remote(self.read if packed else [])
+        return self._remotes[packed]
+
+    def _trace_remote(self, packed: Sequence[tf.Tensor]) -> Any:
+        function, read = self.traced, set(map(id, packed))
         given = function.inputs[: len(function.inputs) - len(function.captured_inputs)]
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in given]
         handles = [tf.TensorSpec([len(read)], tf.resource)] if read else []
@@ -71,7 +79,7 @@ class PlacedFunction:
         """Calls it under whatever `tf.device` is open."""
         if not self.traced.outputs:
             return []  # no gradient passes through the stage, and it has no weights
-        if self.remote is None or tf.executing_eagerly():
+        if not self.is_remote or tf.executing_eagerly():
             return list(self.traced(*flat))
         shared = _SHARED.get(tf.compat.v1.get_default_graph())
         if shared is None:
@@ -79,10 +87,7 @@ class PlacedFunction:
                 return self(*flat)
         if self not in shared:
             shared[self] = _Shared.of(self)
-        outputs = shared[self].call(flat)
-        for output, known in zip(outputs, self.remote.outputs, strict=True):
-            output.set_shape(known.shape)
-        return outputs
+        return shared[self].call(flat)
 
 
 @contextlib.contextmanager
@@ -107,45 +112,53 @@ class _Shared:
 
     Attributes:
         function: the function.
+        remote: that of the call operation.
         target: name of its device.
-        handles: of the variables that it reads.
-        packed: these as one tensor; empty if there are none.
-        others: what else it captures.
+        handles: of the variables that it reads, if they are handed over as one tensor.
+        captured: that tensor, and what else goes into each call.
+        reads: which of these are only read.
         calls: the calls so far.
     """
 
     function: PlacedFunction
+    remote: Any
     target: tf.Tensor
     handles: list[tf.Tensor]
-    packed: list[tf.Tensor]
-    others: list[tf.Tensor]
+    captured: list[tf.Tensor]
+    reads: list[int]
     calls: list[tf.Operation]
 
     @classmethod
     def of(cls, function: PlacedFunction) -> _Shared:
-        """For a function that is called in the graph that is being built now."""
+        """For a function that is called in the graph that is being built now.
+
+        What a vectorised loop is made of is made anew for its result alone, and nothing would wait for the new calls.
+        """
         graph = tf.compat.v1.get_default_graph()
-        handles = [graph.capture(tensor) for tensor in function.read]
-        others = [graph.capture(tensor) for tensor in function.remote.captured_inputs]
+        handles = [] if compat.in_vectorized_loop() else [graph.capture(tensor) for tensor in function.read]
+        remote = function.remote(packed=bool(handles))
+        others = [graph.capture(tensor) for tensor in remote.captured_inputs]
         with tf.control_dependencies(None), tf.device(function.device):
             target = tf.constant(function.device)
             packed = [tf.stack(handles)] if handles else []
         for tensor in packed:
             compat.note_reads(tensor.op, range(len(handles)))
-        return cls(function, target, handles, packed, others, [])
+        read = set(map(id, function.read))
+        reads = [i for i, t in enumerate([*packed, *remote.captured_inputs]) if i < len(packed) or id(t) in read]
+        return cls(function, remote, target, handles, [*packed, *others], reads, [])
 
     def call(self, flat: tuple[tf.Tensor, ...]) -> list[tf.Tensor]:
         """Calls the function."""
-        remote = self.function.remote
-        types = [output.dtype for output in remote.outputs]
-        args = [*flat, *self.packed, *self.others]
-        outputs = tf.raw_ops.RemoteCall(target=self.target, args=args, Tout=types, f=remote)
+        types = [output.dtype for output in self.remote.outputs]
+        outputs = tf.raw_ops.RemoteCall(target=self.target, args=[*flat, *self.captured], Tout=types, f=self.remote)
         op = outputs[0].op
-        compat.note_reads(op, [1 + len(flat)] if self.packed else [])
+        compat.note_reads(op, [1 + len(flat) + i for i in self.reads])
         compat.hide_function(op)
         if not any(tensor.dtype == tf.resource for tensor in op.inputs):
             compat.wait_for_inputs_only(op)  # otherwise such calls of all stages would wait for each other
         self.calls.append(op)
+        for output, known in zip(outputs, self.remote.outputs, strict=True):
+            output.set_shape(known.shape)
         return list(outputs)
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `ConcreteFunction._call_flat` | a function is given the handles of its variables, which travel as one tensor |
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
 | `experimental_acd_manager` | timestamps, and calls without variables, would wait for each other on all stages |
+| the name scope `loop_body` | a vectorised loop is made anew from its body, without what the result does not need |
 | `compiler_ir` | whether XLA can take a function that is traced already |
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import threading
 import types
@@ -586,6 +588,12 @@ def is_refused_by_xla(function: Any, device: str) -> bool:
     except (ValueError, tf.errors.OpError):
         return True
     return False
+
+
+def in_vectorized_loop() -> bool:
+    """Whether the body of a `tf.vectorized_map`, or of a `jacobian`, is being traced: only a name scope tells."""
+    scope = tf.compat.v1.get_default_graph().get_name_scope()
+    return re.search(r"(^|/)loop_body(_\d+)?(/|$)", scope) is not None
 
 
 def hide_function(call: tf.Operation) -> None:

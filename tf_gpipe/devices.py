@@ -168,7 +168,8 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
             raise DeviceError(f"Expected a device name such as '/GPU:0' or '/CPU:1'. Received: {name!r}.") from error
         matches = [full for full in there if _matches(tf.DeviceSpec.from_string(full), wanted)]
         if not matches or wanted.device_type is None:
-            kind = f" Call `tf_gpipe.set_logical_cpus({len(devices)})` at the beginning of the program to make logical "
+            needed = max(len(devices), 1 + (wanted.device_index or 0))
+            kind = f" Call `tf_gpipe.set_logical_cpus({needed})` at the beginning of the program to make logical "
             kind += "CPU devices."
             raise DeviceError(
                 f"Expected a device that TensorFlow knows: {there}. Received: {name!r}."

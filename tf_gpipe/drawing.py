@@ -253,7 +253,8 @@ def _axis(grid: _Grid, left: float, y: float, pixels: float) -> list[Box | Text 
     decimals = max(0, -math.floor(math.log10(step)))
     baseline = y + 6 + _AXIS_SIZE
     shapes: list[Box | Text | Line] = [Line(left, y, left + grid.end * pixels, y)]
-    shapes.append(Text(left - 10, baseline, grid.unit, _AXIS_SIZE, "end"))
+    beside = left - 6 - text_width(f"{0:.{decimals}f}", _AXIS_SIZE) / 2
+    shapes.append(Text(beside, baseline, grid.unit, _AXIS_SIZE, "end"))
     for index in range(math.floor(grid.end / step) + 1):
         x = left + index * step * pixels
         shapes.append(Line(x, y, x, y + 4))
@@ -286,7 +287,7 @@ def _plan_picture(plan: Plan, title: str) -> Picture:
     left = _MARGIN + max(text_width(text, _TEXT_SIZE) for text in ["stage 00", *devices])
     kinds = (("share of FLOPs", _FILL["forward"], flops), ("share of parameters", _FILL["backward"], parameters))
     pixels = _BAR_WIDTH / max(0.01, *(number / (sum(of) or 1.0) for _, _, of in kinds for number in of))
-    right = left + _BAR_WIDTH + text_width("100.0 %", _TEXT_SIZE) + 30
+    right = left + _BAR_WIDTH + text_width("100.0 % of parameters", _TEXT_SIZE) + 30
     heading = _heading(title, right)
     top = heading[-1].y + _TITLE_SIZE + 24
     legend = _swatches([(name, fill) for name, fill, _ in kinds], heading)
@@ -297,10 +298,12 @@ def _plan_picture(plan: Plan, title: str) -> Picture:
         for line, ((name, fill, of), (place, text)) in enumerate(zip(kinds, words, strict=True)):
             share, upper = of[k] / (sum(of) or 1.0), y + line * _LINE
             baseline = upper + (_LINE - 2) / 2 + _UP * _TEXT_SIZE
-            label = f"stage {k}: {100 * share:.1f} % {name.removeprefix('share ')}"
-            shapes.append(Box(left, upper, share * pixels, _LINE - 2, fill, "", name.split()[-1].lower(), label))
+            percent = f"{100 * share:.1f} % {name.removeprefix('share ')}"
+            shapes.append(
+                Box(left, upper, share * pixels, _LINE - 2, fill, "", name.split()[-1].lower(), f"stage {k}: {percent}")
+            )
             shapes.append(Text(left - 8, baseline, place, _TEXT_SIZE, "end", bold=not line))
-            shapes.append(Text(right - 24, baseline, f"{100 * share:.1f} %", _TEXT_SIZE, "end"))
+            shapes.append(Text(right - 24, baseline, percent, _TEXT_SIZE, "end"))
             shapes.append(Text(right, baseline, text, _TEXT_SIZE))
     bottom = top + len(stages) * (2 * _LINE + 12)
     equal = left + pixels / len(stages)

@@ -195,9 +195,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             return next(iter(pipelines.values())).plan  # it has been followed: the first is that of training, if any is
         known = pipelines.get(_key(model, inputs, training=True))
         plan = known.plan if known is not None else self._make_plan(model_graph.build(model, inputs, training=True))
-        if compat.strategy_of(model) is self:
+        other = compat.strategy_of(model)
+        if other is self:
             return plan
-        note = "made outside this strategy's scope: the model itself trains on one device"
+        trains = "on one device" if other is None else f"under the strategy of its own scope ({type(other).__name__})"
+        note = f"made outside this strategy's scope: the model itself trains {trains}"
         return dataclasses.replace(plan, note=note)
 
     def _make_plan(self, graph: model_graph.ModelGraph) -> Plan:
@@ -396,14 +398,16 @@ def _checked_partition(partition: Partition) -> Partition:
     if not isinstance(partition, str):
         with contextlib.suppress(TypeError):  # what cannot be listed is refused below
             return cast(Partition, list(partition))
-    _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names")
+    advice = f"Write [{partition!r}] to cut before an operation." if isinstance(partition, str) else ""
+    _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names", advice)
     return partition
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "") -> None:
+def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "", advice: str = "") -> None:
     if value not in choices:
         listed = ", ".join(f'"{choice}"' for choice in choices)
-        raise ArgumentError(f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}.")
+        text = f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}. {advice}"
+        raise ArgumentError(text.rstrip())
 
 
 def _refuse_arguments(model: keras.Model, more: dict[str, Any]) -> None:

@@ -276,17 +276,22 @@ class Timeline:
                 self.title,
                 *_table([head, *rows]),
                 "",
-                f"tasks took {_ms(measured)} ms, in a simulation with the mean lengths {_ms(simulated)} ms "
+                f"tasks took {self._ms(measured)} ms, in a simulation with the mean lengths {self._ms(simulated)} ms "
                 f"(measured {measured / simulated:.2f} times as long)",
                 "ms, simulated in brackets, from the first start",
                 *_table(self._starts_table()),
             ]
         )
 
+    def _ms(self, seconds: float) -> str:
+        """Milliseconds, with as many decimals as tell something in a step of this length."""
+        decimals = 1 if self.duration >= 1e-2 else 2 if self.duration >= 1e-3 else 3
+        return f"{round(1000 * seconds, decimals) + 0.0:.{decimals}f}"
+
     @property
     def title(self) -> str:
         """The size of the schedule and the length of the step in one line."""
-        return f"{self.schedule.heading}, step {_ms(self.duration)} ms, remat {self.remat}"
+        return f"{self.schedule.heading}, step {self._ms(self.duration)} ms, remat {self.remat}"
 
     @functools.cached_property
     def _event_of(self) -> dict[Task, Event]:
@@ -356,7 +361,7 @@ class Timeline:
         starts = simulated.start()
 
         def both(measured: float, ticks: int) -> str:
-            return f"{_ms(measured - self._first_start)} ({_ms(ticks * _NS)})"
+            return f"{self._ms(measured - self._first_start)} ({self._ms(ticks * _NS)})"
 
         rows = [["stage", "forward", "backward", "first F", "first B", "end", "largest difference"]]
         for k in range(self.schedule.num_stages):
@@ -365,8 +370,8 @@ class Timeline:
             first = [next(task for task in tasks if task.kind == kind) for kind in LETTERS]
             end = both(self.event(tasks[-1]).end, starts[tasks[-1]] + simulated.ticks(tasks[-1]))
             largest = max((differences[task] for task in tasks), key=abs)
-            cells = [*map(_ms, lengths), *(both(self.event(task).start, starts[task]) for task in first), end]
-            rows.append([str(k), *cells, _ms(largest)])
+            cells = [*map(self._ms, lengths), *(both(self.event(task).start, starts[task]) for task in first), end]
+            rows.append([str(k), *cells, self._ms(largest)])
         return rows
 
 
@@ -418,10 +423,6 @@ def _check_row(row: Sequence[Event], begin: float, end: float) -> None:
 
 def _percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f} %"  # 0.0 is added to make -0.0 positive
-
-
-def _ms(seconds: float) -> str:
-    return f"{round(1000 * seconds, 1) + 0.0:.1f}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,14 +13,12 @@ import argparse
 import subprocess
 import sys
 import time
-from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import calls, compat
+from tf_gpipe import compat
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import Backward, BackwardKind
 
@@ -46,39 +44,12 @@ def traced_backward(stage: Stage, kind: BackwardKind) -> Backward:
     return stage._backwards[kind]
 
 
-class OneByOne(calls.PlacedFunction):
-    """Its calls are given each handle for itself, so that assignments wait for every call."""
-
-    def _trace_remote(self) -> Any:
-        function = self.traced
-        given = function.inputs[: len(function.inputs) - len(function.captured_inputs)]
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in given]
-        with tf.init_scope():
-            remote = tf.function(lambda *flat: list(function(*flat)), autograph=False, input_signature=specs)
-            return remote.get_concrete_function()
-
-    def __call__(self, *flat: tf.Tensor) -> list[tf.Tensor]:
-        """As it was."""
-        if not self.traced.outputs:
-            return []
-        graph = tf.compat.v1.get_default_graph()
-        handles = [graph.capture(tensor) for tensor in self.remote.captured_inputs]
-        types = [output.dtype for output in self.remote.outputs]
-        args = [*flat, *handles]
-        outputs = tf.raw_ops.RemoteCall(target=tf.constant(self.device), args=args, Tout=types, f=self.remote)
-        compat.note_reads(outputs[0].op, range(1 + len(flat), 1 + len(args)))
-        compat.hide_function(outputs[0].op)
-        for output, known in zip(outputs, self.remote.outputs, strict=True):
-            output.set_shape(known.shape)
-        return list(outputs)
-
-
 def leave_out(what: str) -> None:
     """Takes one thing away that makes the first step shorter."""
     if what == "searched":
         compat.hide_function = lambda call: None
     if what == "shared":
-        calls.PlacedFunction = OneByOne
+        compat.in_vectorized_loop = lambda: True  # where each call is given each handle for itself
     if what == "traced":
         Stage.backward = traced_backward
 
