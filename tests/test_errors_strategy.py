@@ -64,7 +64,8 @@ def test_counts(name, value):
         (
             "partition",
             "evenly",
-            '`partition` to be one of "flops" or K numbers of operations, or K - 1 operation names',
+            '`partition` to be one of "flops" or K numbers of operations, or K - 1 operation names. Received: '
+            "partition='evenly'. Write ['evenly'] to cut before an operation.",
         ),
         ("jit_compile", "yes", '`jit_compile` to be True, False or "auto"'),
         ("num_replicas", 2, "num_replicas=1, since replicas are not available yet"),
@@ -85,7 +86,7 @@ def test_choices(name, value, expected):
         (
             ["/CPU:0", "/CPU:20"],
             None,
-            ["Expected a device that TensorFlow knows", "Received: '/CPU:20'", "`tf_gpipe.set_logical_cpus(2)`"],
+            ["Expected a device that TensorFlow knows", "Received: '/CPU:20'", "`tf_gpipe.set_logical_cpus(21)`"],
         ),
         (["/CPU:0", "nonsense"], None, ["Expected a device name such as '/GPU:0'", "Received: 'nonsense'"]),
         (

@@ -74,6 +74,13 @@ def test_the_table_of_a_model_of_the_scope_has_no_note():
     assert str(strategy.plan(model)).endswith("\n3 operations of 'small', balance 0.53")
 
 
+def test_the_table_of_a_model_of_another_strategy_says_so():
+    with tf_gpipe.GPipeStrategy(3, 1).scope():
+        model = small()
+    note = "made outside this strategy's scope: the model itself trains under the strategy of its own scope (GPipeStrategy)"
+    assert str(tf_gpipe.GPipeStrategy(2, 1).plan(model)).splitlines()[-1] == note
+
+
 def test_the_table_shortens_large_numbers():
     model = keras.Sequential([keras.Input([1000, 500]), layers.Dense(900, name="a"), layers.Dense(1000, name="b")])
     lines = str(plan_of(model, 2)).splitlines()
