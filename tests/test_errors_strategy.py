@@ -64,8 +64,7 @@ def test_counts(name, value):
         (
             "partition",
             "evenly",
-            '`partition` to be one of "flops" or K numbers of operations, or K - 1 operation names. Received: '
-            "partition='evenly'. Write ['evenly'] to cut before an operation.",
+            '`partition` to be one of "flops" or K numbers of operations, or K - 1 operation names',
         ),
         ("jit_compile", "yes", '`jit_compile` to be True, False or "auto"'),
         ("num_replicas", 2, "num_replicas=1, since replicas are not available yet"),
@@ -465,6 +464,11 @@ def test_a_partition_that_is_no_list(partition):
         ValueError, match=r"Expected `partition` to be one of \"flops\" or K numbers.*Received: partition="
     ):
         tf_gpipe.GPipeStrategy(2, 2, partition=partition)
+
+
+def test_a_partition_that_is_a_name():
+    with pytest.raises(ArgumentError, match=r"Received: partition='dense_3'. Write \['dense_3'\] to cut before"):
+        tf_gpipe.GPipeStrategy(2, 2, partition="dense_3")
 
 
 def test_a_partition_may_be_an_array():

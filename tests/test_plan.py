@@ -77,8 +77,8 @@ def test_the_table_of_a_model_of_the_scope_has_no_note():
 def test_the_table_of_a_model_of_another_strategy_says_so():
     with tf_gpipe.GPipeStrategy(3, 1).scope():
         model = small()
-    note = "made outside this strategy's scope: the model itself trains under the strategy of its own scope (GPipeStrategy)"
-    assert str(tf_gpipe.GPipeStrategy(2, 1).plan(model)).splitlines()[-1] == note
+    note = str(tf_gpipe.GPipeStrategy(2, 1).plan(model)).splitlines()[-1]
+    assert note.endswith("the model itself trains under the strategy of its own scope (GPipeStrategy)")
 
 
 def test_the_table_shortens_large_numbers():
