@@ -364,8 +364,7 @@ class Stage:
             return function.get_concrete_function()
 
     def _place(self, function: Any) -> calls.PlacedFunction:
-        with tf.init_scope(), compat.stop_recording():
-            return calls.PlacedFunction(function, self.device)
+        return calls.PlacedFunction(function, self.device)
 
     def _refuse_strings(self, signature: Signature) -> None:
         """XLA has no strings, and would say so in a language of its own when the step runs."""
