@@ -119,13 +119,24 @@ def test_another_backend_of_keras(monkeypatch):
 @pytest.mark.parametrize(
     ("partition", "parts"),
     [
+        ([1, 1, 1], ["A partition into 2 stages has 2 operation counts", "received 3", "Write 2 whole numbers"]),
+        ([2, 0], ["Every stage holds at least 1 operation", "received the operation counts [2, 0]"]),
+        (["hidden", "head"], ["1 operation names to cut before", "received 2", "num_stages=3"]),
+        ([1.5, 0.5], ["received [1.5, 0.5]", "Write 2 whole numbers"]),
+        ([1, "head"], ["received [1, 'head']", "Write 2 whole numbers"]),
+    ],
+)
+def test_partitions_that_fit_no_model(partition, parts):
+    with pytest.raises(PartitionError, match=says(*parts)):
+        tf_gpipe.GPipeStrategy(2, 2, partition=partition)
+
+
+@pytest.mark.parametrize(
+    ("partition", "parts"),
+    [
         ([1, 2], ["add up to the model's 2 operations", "received [1, 2], which add up to 3", "[1, 1]"]),
-        ([1, 1, 1], ["A partition into 2 stages has 2 operation counts", "received 3", "[1, 1]"]),
-        ([2, 0], ["Every stage holds at least 1 operation", "received the operation counts [2, 0]", "[1, 1]"]),
         (["heads"], ["no operation 'heads' to cut before", "Did you mean 'head'?"]),
         (["hidden"], ["cannot cut before 'hidden', the model's first operation"]),
-        (["hidden", "head"], ["1 operation names to cut before", "received 2", "num_stages=3"]),
-        ([1.5, 0.5], ["received [1.5, 0.5]", "[1, 1]"]),
     ],
 )
 def test_explicit_partitions(partition, parts):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from helpers import scope_of
 
 import tf_gpipe
-from tf_gpipe import calls, devices
+from tf_gpipe import devices, placed_function
 from tf_gpipe.errors import DeviceError
 
 HERE = "/job:localhost/replica:0/task:0"
@@ -69,7 +69,7 @@ def test_kinds_of_devices_differ_in_one_module_only():
     }
     assert users["must_compile"] == {"devices.py", "strategy.py"}
     # Remote calls, times of their own, and convolutions as products.
-    assert users["is_cpu"] == {"devices.py", "calls.py", "tracing.py", "body.py"}
+    assert users["is_cpu"] == {"devices.py", "placed_function.py", "tracing.py", "body.py"}
 
 
 # --- the same path on CPUs ---
@@ -159,7 +159,7 @@ def test_mixed_precision_with_and_without_xla(policy, unit):
 def step():
     """The graph of a training step as it is made for devices that are no CPUs, and the devices of its stages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "is_cpu", lambda device: False)
+        patch.setattr(placed_function, "is_cpu", lambda device: False)
         strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile=True)
         keras.utils.set_random_seed(0)
         with strategy.scope():

@@ -23,17 +23,17 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, gradients, updates
-from tf_gpipe.calls import sharing_handles
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
+from tf_gpipe.placed_function import sharing_handles
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage_functions import Backward, BackwardKind
 from tf_gpipe.values import components
 
 if TYPE_CHECKING:
-    from tf_gpipe.pipeline import Call
+    from tf_gpipe.call import Call
 
 Boundary = tuple[Ref, int]
 """A tensor between operations, and its micro-batch."""

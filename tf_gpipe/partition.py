@@ -146,21 +146,51 @@ def explicit(partition: Sequence[int] | Sequence[str], names: Sequence[str], num
         (2, 1)
     """
     num_stages = _check_num_stages(len(names), num_stages)
+    counts, cut_names = counts_or_names(partition, num_stages, len(names))
+    return _from_counts(counts, len(names)) if counts else _from_names(cut_names, names)
+
+
+def counts_or_names(
+    partition: object, num_stages: int, num_operations: int | None = None
+) -> tuple[list[int], list[str]]:
+    """Checks what can be known of a partition written by the user without the model.
+
+    Args:
+        partition: K counts ≥ 1, or K−1 names of operations to cut before.
+        num_stages: K.
+        num_operations: those of the model, for the advice, if they are known.
+
+    Returns:
+        The counts and the names; one of the lists is empty.
+
+    Raises:
+        PartitionError: the partition is neither, or too long or too short.
+
+    Example:
+        >>> counts_or_names((1, 2), num_stages=2), counts_or_names(["softmax"], num_stages=2)
+        (([1, 2], []), ([], ['softmax']))
+    """
+    if num_operations is None:
+        advice = f"Write {num_stages} whole numbers that add up to the model's operations."
+    else:
+        advice = f"Write, for example, {_even_counts(num_operations, num_stages)}."
     if isinstance(partition, Iterable) and not isinstance(partition, str):
-        cut_names = [entry for entry in partition if isinstance(entry, str)]
-        counts = [count for count in map(_whole, partition) if count is not None]
-        if len(counts) == len(partition) > 0:
-            return _from_counts(counts, len(names), num_stages)
-        if len(cut_names) == len(partition):
-            return _from_names(cut_names, names, num_stages)
+        entries = list(partition)
+        counts = [count for count in map(_whole, entries) if count is not None]
+        cut_names = [entry for entry in entries if isinstance(entry, str)]
+        if len(counts) == len(entries) > 0:
+            _check_counts(counts, num_stages, advice)
+            return counts, []
+        if len(cut_names) == len(entries):
+            _check_number_of_names(cut_names, num_stages)
+            return [], cut_names
     raise PartitionError(
         f"An explicit partition is a list of {num_stages} operation counts, or of the {num_stages - 1} operation names "
-        f"to cut before; received {partition!r}. Write, for example, {_even_counts(len(names), num_stages)}."
+        f"to cut before; received {partition!r}. {advice}"
     )
 
 
-def _from_counts(counts: list[int], num_operations: int, num_stages: int) -> tuple[int, ...]:
-    advice = f"Write, for example, {_even_counts(num_operations, num_stages)}."
+def _check_counts(counts: list[int], num_stages: int, advice: str) -> None:
     if len(counts) != num_stages:
         raise PartitionError(
             f"A partition into {num_stages} stages has {num_stages} operation counts; received {len(counts)}, "
@@ -170,21 +200,27 @@ def _from_counts(counts: list[int], num_operations: int, num_stages: int) -> tup
         raise PartitionError(
             f"Every stage holds at least 1 operation; received the operation counts {counts}. {advice}"
         )
-    if sum(counts) != num_operations:
-        raise PartitionError(
-            f"The operation counts of a partition must add up to the model's {num_operations} operations; received "
-            f"{counts}, which add up to {sum(counts)}. {advice}"
-        )
-    return tuple(counts)
 
 
-def _from_names(cut_names: list[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+def _check_number_of_names(cut_names: list[str], num_stages: int) -> None:
     if len(cut_names) != num_stages - 1:
         raise PartitionError(
             f"A partition into {num_stages} stages has {num_stages - 1} operation names to cut before; received "
             f"{len(cut_names)}, {cut_names}. Name one operation for each stage but the first, or set "
             f"num_stages={len(cut_names) + 1}."
         )
+
+
+def _from_counts(counts: list[int], num_operations: int) -> tuple[int, ...]:
+    if sum(counts) != num_operations:
+        raise PartitionError(
+            f"The operation counts of a partition must add up to the model's {num_operations} operations; received "
+            f"{counts}, which add up to {sum(counts)}. Write, for example, {_even_counts(num_operations, len(counts))}."
+        )
+    return tuple(counts)
+
+
+def _from_names(cut_names: list[str], names: Sequence[str]) -> tuple[int, ...]:
     cuts = [_find(name, names) for name in cut_names]
     for name, cut in zip(cut_names, cuts, strict=True):
         if cut == 0:

@@ -16,12 +16,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import calls, compat, residuals, state, updates
+from tf_gpipe import compat, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
+from tf_gpipe.placed_function import PlacedFunction
 from tf_gpipe.plan import StagePlan
 from tf_gpipe.stage_functions import (
     Backward,
@@ -207,7 +208,7 @@ class Stage:
         if state.needs_its_own_run(function.graph):
             return None
 
-        def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> calls.PlacedFunction:
+        def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> PlacedFunction:
             return self._place(self._concrete(None, body, specs))
 
         forward = Forward.of(function, given, made)
@@ -363,8 +364,8 @@ class Stage:
         with tf.init_scope(), tapes, self._choices.of(signature):
             return function.get_concrete_function()
 
-    def _place(self, function: Any) -> calls.PlacedFunction:
-        return calls.PlacedFunction(function, self.device)
+    def _place(self, function: Any) -> PlacedFunction:
+        return PlacedFunction(function, self.device)
 
     def _refuse_strings(self, signature: Signature) -> None:
         """XLA has no strings, and would say so in a language of its own when the step runs."""

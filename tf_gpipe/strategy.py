@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import numbers
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,6 +24,7 @@ from tf_gpipe import compat, model_graph, preparation, tracing
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
+from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES, Remat
@@ -90,8 +92,8 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
         num_stages = _checked_count("num_stages", num_stages)
         num_micro_batches = _checked_count("num_micro_batches", num_micro_batches)
-        _check_choice("remat", remat, REMAT_MODES)
-        _check_choice("schedule", schedule, ("gpipe",))
+        _check_choice("remat", remat, REMAT_MODES, advice='"always" recomputes all, "never" none.')
+        _check_choice("schedule", schedule, ("gpipe",), advice="Others are not available yet.")
         if num_replicas != 1:
             raise ArgumentError(
                 f"Expected num_replicas=1, since replicas are not available yet. Received: {num_replicas!r}."
@@ -100,7 +102,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             raise ArgumentError(f'Expected `jit_compile` to be True, False or "auto". Received: {jit_compile!r}.')
         self._devices = stage_devices(devices, num_stages)
         self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
-        self._partition = _checked_partition(partition)
+        self._partition = _checked_partition(partition, len(self._devices))
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
@@ -316,6 +318,12 @@ class GPipeStrategy(tf.distribute.Strategy):
         """What calling a model means inside `run`; what must hold until `run` ends is entered into `during_run`."""
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
+            if compat.strategy_of(model) is None and not symbolic and self.num_stages > 1:
+                warnings.warn(
+                    f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on "
+                    "one device, without stages. To pipeline it, make it inside `strategy.scope()`.",
+                    stacklevel=2,
+                )
             return plain(*args, **kwargs)
         preparation.build_if_needed(model, args, kwargs)
 
@@ -394,10 +402,11 @@ def _checked_count(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _checked_partition(partition: Partition) -> Partition:
+def _checked_partition(partition: Partition, num_stages: int) -> Partition:
     if not isinstance(partition, str):
         with contextlib.suppress(TypeError):  # what cannot be listed is refused below
-            return cast(Partition, list(partition))
+            counts, names = counts_or_names(list(partition), num_stages)
+            return counts or names
     advice = f"Write [{partition!r}] to cut before an operation." if isinstance(partition, str) else ""
     _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names", advice)
     return partition

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 from tf_gpipe import compat
-from tf_gpipe.calls import PlacedFunction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import Buffers
+from tf_gpipe.placed_function import PlacedFunction
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import BackwardKind, input_specs
 from tf_gpipe.values import has_gradient

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import calls
+from tf_gpipe.placed_function import PlacedFunction
 
 Call = Callable[..., list[tf.Tensor]]
 ROWS, WIDTH, BLOCKS = 4, 64, 8
@@ -27,7 +27,7 @@ def traced(body: Callable[..., list[tf.Tensor]], specs: list[tf.TensorSpec], dev
     """A function on a device, called in one of the two ways."""
     options = {"autograph": False, "experimental_attributes": {"_noinline": True}}
     function = tf.function(body, input_signature=specs, **options).get_concrete_function()
-    return calls.PlacedFunction(function, device) if remote else function
+    return PlacedFunction(function, device) if remote else function
 
 
 def errors_named(remote: bool) -> int:

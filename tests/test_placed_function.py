@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import calls
+from tf_gpipe import placed_function
+from tf_gpipe.placed_function import PlacedFunction, sharing_handles
 
 CPU_2 = "/job:localhost/replica:0/task:0/device:CPU:2"
 
@@ -16,7 +17,7 @@ CPU_2 = "/job:localhost/replica:0/task:0/device:CPU:2"
 def placed(body, *specs, device=CPU_2):
     """A function on a device, traced."""
     function = tf.function(body, autograph=False, input_signature=specs)
-    return calls.PlacedFunction(function.get_concrete_function(), device)
+    return PlacedFunction(function.get_concrete_function(), device)
 
 
 @pytest.mark.parametrize("device", [CPU_2, "/device:GPU:0"])
@@ -44,7 +45,7 @@ def test_calls_read_variables_as_they_are_at_that_place():
     def step():
         sums = []
         for _ in range(5):
-            with calls.sharing_handles():
+            with sharing_handles():
                 sums += [*function(), *function()]
             weight.assign_add(1.0)
         return sums
@@ -60,7 +61,7 @@ def test_what_a_function_assigns_keeps_its_order():
 
     @tf.function
     def step():
-        with calls.sharing_handles():
+        with sharing_handles():
             return [*function(1.0), total.read_value(), *function(2.0), total.read_value()]
 
     assert [float(value) for value in step()] == [2.0, 2.0, 6.0, 6.0]
@@ -71,12 +72,12 @@ def test_an_error_while_calls_are_made_leaves_nothing_behind():
 
     @tf.function(autograph=False)
     def step(x):
-        with contextlib.suppress(KeyError), calls.sharing_handles():
+        with contextlib.suppress(KeyError), sharing_handles():
             raise KeyError(function(x))
         return function(x)
 
     assert step(tf.constant([1.0, 2.0]))[0].numpy().tolist() == [2.0, 3.0]
-    assert not calls._SHARED
+    assert not placed_function._SHARED
 
 
 def graph_of_a_step(layers, micro_batches, remat):
