@@ -469,6 +469,18 @@ def test_a_model_made_outside_the_scope_is_not_placed():
         tf_gpipe.GPipeStrategy(2, 2).place(model)
 
 
+def test_a_model_made_outside_the_scope_says_so_when_it_is_trained():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)], name="outside")
+    data = np.ones([4, 4]), np.ones([4, 1])
+    with tf_gpipe.GPipeStrategy(2, 2).scope():
+        model.compile("sgd", "mse")
+        with pytest.warns(UserWarning, match=r"'outside' was made outside the scope.* make it inside `strategy.scope"):
+            model.fit(*data, verbose=0)
+    with tf_gpipe.GPipeStrategy(1, 2).scope():  # one device is one stage: nothing to warn of
+        model.compile("sgd", "mse")
+        model.fit(*data, verbose=0)
+
+
 @pytest.mark.parametrize("partition", [3, None])
 def test_a_partition_that_is_no_list(partition):
     with pytest.raises(

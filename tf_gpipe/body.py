@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, pointwise, state
+from tf_gpipe import compat, moments, pointwise, state
 from tf_gpipe.devices import is_cpu
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
@@ -43,7 +43,7 @@ class Body:
     states: list[tf.Tensor]
     losses: list[tf.Tensor]
     loss_owners: list[keras.Layer]
-    moments: list[state.Moments]
+    moments: list[moments.Moments]
     normalised: list[keras.layers.SpectralNormalization]
     assigned: dict[int, keras.Variable]
     read: dict[int, keras.Variable]
@@ -51,8 +51,8 @@ class Body:
     @property
     def flat(self) -> list[tf.Tensor]:
         """What a forward function returns."""
-        moments = [tensor for m in self.moments for tensor in (m.mean, m.variance, m.count)]
-        return [*components(self.values), *components(self.masks), *self.states, *self.losses, *moments]
+        flat = [*components(self.values), *components(self.masks), *self.states, *self.losses]
+        return [*flat, *moments.pack(self.moments)]
 
 
 class StageBody:
@@ -95,7 +95,7 @@ class StageBody:
 
     def likely_fixed(self, training: bool | None) -> dict[int, keras.Variable]:
         """Variables that are probably read; another one costs a second tracing."""
-        pooling = [layer for layer in self.layers if state.pools_statistics(layer) and training and layer.trainable]
+        pooling = [layer for layer in self.layers if moments.pools_statistics(layer) and training and layer.trainable]
         pooled = {id(v) for layer in pooling for v in (layer.moving_mean, layer.moving_variance)}
         seeds = {id(v) for layer in self.layers for v in compat.own_seed_states(layer)}
         others = [v for v in self.plan.variables if id(v) not in self.captured | pooled | seeds]
@@ -135,8 +135,8 @@ class StageBody:
             during_run.enter_context(compat.route_models(None))
             during_run.enter_context(compat.call_context(plan.graph.model, training))
             during_run.enter_context(scope)
-            moments = during_run.enter_context(
-                state.collected_moments(self.layers if training else [], fused=self._fused_batch_norm)
+            collected = during_run.enter_context(
+                moments.collected(self.layers if training else [], fused=self._fused_batch_norm)
             )
             normalised = during_run.enter_context(state.kernels_left_alone(self.layers))
             during_run.enter_context(pointwise.as_products(self.layers if self._pointwise_as_products else []))
@@ -150,7 +150,7 @@ class StageBody:
             loss_owners = self._take_loss_owners(scope.losses)
             read = dict(scope.read)
             states = [tf.cast(scope.get_current_value(v), v.dtype) for v in variables[:num_states]]
-        pooled = {id(v) for m in moments for v in (m.layer.moving_mean, m.layer.moving_variance)}
+        pooled = {id(v) for m in collected for v in (m.layer.moving_mean, m.layer.moving_variance)}
         # A kernel that another call of this step may normalise again is taken as it is in this call.
         kernels = {id(layer.kernel): layer.kernel for layer in normalised}
         outputs, results = self._outputs(made)
@@ -161,7 +161,7 @@ class StageBody:
             states,
             list(scope.losses),
             loss_owners,
-            moments,
+            collected,
             normalised,
             {key: v for key, v in scope.assigned.items() if key not in pooled},
             {key: v for key, v in read.items() if key not in self.captured | pooled} | kernels,

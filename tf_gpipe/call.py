@@ -300,17 +300,15 @@ class Call:
         self.states.assign()
         for k, forward in enumerate(self.forwards):
             results = [self.results[Task("forward", k, m)] for m in range(len(self.rows))]
-            groups = [
-                [self._counted(result.moments[i], m) for m, result in enumerate(results)]
-                for i in range(len(forward.moments_of))
-            ]
-            self.stages[k].update_moving_averages(forward.moments_of, groups)
+            packed = [self._counted(result.moments, m) for m, result in enumerate(results)]
+            self.stages[k].update_moving_averages(forward.moments_of, packed)
 
-    def _counted(self, moments: tuple[tf.Tensor, tf.Tensor, tf.Tensor], m: int) -> tuple[tf.Tensor, ...]:
-        mean, variance, count = moments
-        if self.rows.is_static:
-            return mean, variance, count
-        return mean, variance, tf.where(tf.equal(self.rows.sizes[m], 0), tf.zeros_like(count), count)
+    def _counted(self, packed: list[tf.Tensor], m: int) -> list[tf.Tensor]:
+        """Moments of a micro-batch, which count nothing if it turns out to have no rows."""
+        if not packed or self.rows.is_static:
+            return packed
+        mean, variance, counts = packed
+        return [mean, variance, tf.where(tf.equal(self.rows.sizes[m], 0), tf.zeros_like(counts), counts)]
 
     # --- [4] and [5]: backward ---
 

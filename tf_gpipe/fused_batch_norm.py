@@ -50,7 +50,7 @@ def normalise(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tupl
 
     compat.record_operation("FusedBatchNorm", [made.y], [inputs, gamma, beta], [], gradient)
     count = tf.cast(tf.size(inputs, tf.int64) // channels[0], tf.float32)
-    return made.y, made.batch_mean, made.batch_variance * ((count - 1.0) / count), count
+    return made.y, made.batch_mean, made.reserve_space_2, count  # `batch_variance` is the unbiased one
 
 
 def _gradient(

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, residuals, state, updates
+from tf_gpipe import compat, moments, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
@@ -212,7 +212,8 @@ class Stage:
             return self._place(self._concrete(None, body, specs))
 
         forward = Forward.of(function, given, made)
-        return Recorded(function, forward, len(made.flat), made_of[-1][0], gives, made_of[-1][1], place)
+        count = len(function.outputs) - len(made_of[-1][1].kept)
+        return Recorded(function, forward, count, made_of[-1][0], gives, made_of[-1][1], place)
 
     # --- backward ---
 
@@ -324,16 +325,14 @@ class Stage:
     # --- once for a mini-batch ---
 
     def update_moving_averages(
-        self, layers: Sequence[keras.layers.BatchNormalization], moments: Sequence[Sequence[tuple[tf.Tensor, ...]]]
+        self, layers: Sequence[keras.layers.BatchNormalization], micro_batches: Sequence[moments.Packed]
     ) -> None:
-        """Moves the averages of batch-norm layers by what their micro-batches gave: (mean, variance, count) of each."""
+        """Moves the averages of the batch-norm layers of each call by what the micro-batches gave."""
 
         def moving_averages(*flat: tf.Tensor) -> None:
-            left = iter(flat)
-            for layer, groups in zip(layers, moments, strict=True):
-                state.update_moving_averages(layer, *state.pool([(next(left), next(left), next(left)) for _ in groups]))
+            moments.update_moving_averages(layers, list(zip(*[iter(flat)] * 3, strict=True)))
 
-        tensors = [tensor for groups in moments for group in groups for tensor in group]
+        tensors = [tensor for packed in micro_batches for tensor in packed]
         if layers:
             updates.run(self.device, moving_averages, tensors, compiled=self.jit_compile)
 

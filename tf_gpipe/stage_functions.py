@@ -80,7 +80,7 @@ class Forward:
         values, masks: kinds of these and of their masks.
         losses: kind of each loss that a layer made.
         loss_owners: that layer.
-        moments_of: the batch-norm layer of each group of moments.
+        moments_of: the batch-norm layers whose statistics come out, one for each call.
         normalised: layers whose kernels are to be normalised before the first micro-batch.
         branches: whether there is a loop or a branch in it, which keeps lists of tensors, or options, for its gradient.
     """
@@ -119,7 +119,7 @@ class Forward:
         masks = [take_value(kind, rest) for kind in self.masks]
         states = [rest.pop(0) for _ in self.given.states]
         losses = [rest.pop(0) for _ in self.loss_owners]
-        moments = [(rest.pop(0), rest.pop(0), rest.pop(0)) for _ in self.moments_of]
+        moments = [rest.pop(0) for _ in range(3)] if self.moments_of else []
         return ForwardResult(values, masks, states, losses, moments, residuals=rest)
 
 
@@ -131,7 +131,7 @@ class ForwardResult:
     masks: list[tf.Tensor | None]
     states: list[tf.Tensor]
     losses: list[tf.Tensor]
-    moments: list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
+    moments: list[tf.Tensor]
     residuals: list[tf.Tensor]
 
 

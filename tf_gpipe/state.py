@@ -1,20 +1,17 @@
-"""What a stage takes and gives beside tensors: seeds, batch-norm statistics, losses, other variables.
+"""What a stage takes and gives beside tensors: seeds and other variables that its layers assign.
 
 A stage is pure. Its layers run in a `keras.StatelessScope`: a variable they assign is an input of the stage's function
 and its new value an output, handed from micro-batch to micro-batch and assigned once, after the last. The
 recomputation of a micro-batch gets the same state as its forward pass, so that dropout draws the same mask. Seeds
 belong to layers, so that results do not depend on the number of stages, and one micro-batch draws plain Keras's masks.
 
-Batch normalisation is the exception: each micro-batch is normalised with its own mean and variance, and these are
-pooled over the mini-batch, from the number of values each was taken over, before the moving averages move once
-(Huang et al. 2019, GPipe, section 2.2; arXiv:1811.06965). Spectral normalisation is another: a layer that assigns its
-kernel does so before the first micro-batch, so that all of them see the same.
+Batch normalisation is the exception (`moments.py`). Spectral normalisation is another: a layer that assigns its kernel
+does so before the first micro-batch, so that all of them see the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gpipe import compat, fused_batch_norm
+from tf_gpipe import compat
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows
 
@@ -59,115 +56,6 @@ class StateValues:
             raw = compat.raw_variable(self._variables[key])
             with tf.device(raw.device):
                 raw.assign(self._newest[key])
-
-
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Statistics that one call of a batch-norm layer was taken over.
-
-    Attributes:
-        layer: the layer.
-        mean, variance: float tensors of the shape of the layer's moving averages; the variance is the biased one.
-        count: float32 scalar, how many values each mean was taken over; with a mask, the valid ones.
-    """
-
-    layer: keras.layers.BatchNormalization
-    mean: tf.Tensor
-    variance: tf.Tensor
-    count: tf.Tensor
-
-
-def pools_statistics(layer: keras.Layer) -> bool:
-    """Whether a layer's moving averages are pooled over the mini-batch.
-
-    With `renorm=True` the moving averages take part in the training pass itself; such a layer is treated as any other
-    with state: each micro-batch continues from the one before.
-    """
-    return isinstance(layer, keras.layers.BatchNormalization) and not getattr(layer, "renorm", False)
-
-
-@contextlib.contextmanager
-def collected_moments(layers: Sequence[keras.Layer], *, fused: bool) -> Iterator[list[Moments]]:
-    """Collects the statistics of every training call of batch-norm layers while a stage is traced.
-
-    `synchronized=True` asks for statistics over replicas; a pipeline is one replica, so that it means nothing here.
-
-    Args:
-        layers: the layers of the stage.
-        fused: whether a layer normalises in one operation where it can.
-    """
-    collected: list[Moments] = []
-    with contextlib.ExitStack() as stack:
-        for layer in dict.fromkeys(layer for layer in layers if pools_statistics(layer)):
-            if fused and fused_batch_norm.is_fusible(layer):
-                stack.enter_context(compat.replaced(layer, "call", _fused_call(layer, collected)))
-            stack.enter_context(compat.replaced(layer, compat.MOMENTS, _collector(layer, collected)))
-            if getattr(layer, "synchronized", False):
-                stack.enter_context(compat.replaced(layer, "synchronized", False))
-        yield collected
-
-
-def _collector(layer: keras.layers.BatchNormalization, collected: list[Moments]) -> Any:
-    def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        mean, variance = getattr(type(layer), compat.MOMENTS)(layer, inputs, mask)
-        if mask is None:
-            count = tf.size(inputs, tf.int64) // tf.maximum(tf.size(mean, tf.int64), 1)
-        else:
-            count = tf.reduce_sum(tf.cast(mask, tf.int64))
-        collected.append(Moments(layer, mean, variance, tf.cast(count, tf.float32)))
-        return mean, variance
-
-    return moments
-
-
-def _fused_call(layer: keras.layers.BatchNormalization, collected: list[Moments]) -> Any:
-    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
-        if not (training and layer.trainable) or mask is not None or not fused_batch_norm.fits(layer, inputs):
-            return type(layer).call(layer, inputs, training=training, mask=mask)
-        outputs, *statistics = fused_batch_norm.normalise(layer, inputs)
-        collected.append(Moments(layer, *statistics))
-        return outputs
-
-    return call
-
-
-def pool(moments: Sequence[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Mean, biased variance and count of the union of groups of values.
-
-    Stands for the moments of the concatenated groups: mean = Σ nᵢ mᵢ / N, variance = Σ nᵢ (vᵢ + (mᵢ − mean)²) / N;
-    never E[x²] − E[x]², which cancels for a large mean. Groups of no values are left out.
-
-    Args:
-        moments: (mean, variance, count) of each group; float tensors of one shape, and float32 scalars.
-
-    Returns:
-        (mean, variance, count) of all; mean and variance are 0 where the count is 0.
-    """
-    if len(moments) == 1:
-        return moments[0]
-    means = tf.stack([mean for mean, _, _ in moments])
-    variances = tf.stack([variance for _, variance, _ in moments])
-    counts = tf.cast(tf.stack([count for _, _, count in moments]), means.dtype)
-    shape = [-1] + [1] * (means.shape.rank - 1)
-    weights = tf.reshape(tf.math.divide_no_nan(counts, tf.reduce_sum(counts)), shape)
-    present = tf.reshape(counts > 0, shape)
-    means, variances = (tf.where(present, value, tf.zeros_like(value)) for value in (means, variances))
-    # The first group's mean as origin keeps the weighted sum exact where all means are large and near each other.
-    origin = means[0]
-    mean = origin + tf.reduce_sum(weights * (means - origin), axis=0)
-    variance = tf.reduce_sum(weights * (variances + tf.square(means - mean)), axis=0)
-    return mean, variance, tf.reduce_sum(counts)
-
-
-def update_moving_averages(
-    layer: keras.layers.BatchNormalization, mean: tf.Tensor, variance: tf.Tensor, count: tf.Tensor
-) -> None:
-    """Moves a layer's averages once, by its own momentum; a mini-batch without valid values moves nothing."""
-    for variable, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        raw = compat.raw_variable(variable)
-        moving = tf.cast(raw, value.dtype)
-        moved = moving * layer.momentum + value * (1.0 - layer.momentum)
-        raw.assign(tf.cast(tf.where(count > 0, moved, moving), raw.dtype))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pooling of batch-norm statistics, and what counts as state of a stage."""
+"""Statistics of batch norm: collected, pooled, and what moves the averages."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf_gpipe import state
+from tf_gpipe import moments
 
 
 def moments_of(values, dtype="float32"):
@@ -21,7 +21,7 @@ def moments_of(values, dtype="float32"):
 
 
 def pooled(groups, dtype="float32"):
-    return [tensor.numpy() for tensor in state.pool([moments_of(group, dtype) for group in groups])]
+    return [tensor.numpy() for tensor in moments.pool([moments_of(group, dtype) for group in groups])]
 
 
 @given(
@@ -76,9 +76,19 @@ def test_nothing_but_empty_groups_gives_zeros():
         np.testing.assert_array_equal(result, np.zeros_like(result))
 
 
+def test_each_value_may_have_a_count_of_its_own():
+    values = np.random.default_rng(0).normal(size=(9, 2))
+    parts = [(values[:2, 0], values[:5, 1]), (values[2:, 0], values[5:, 1])]
+    groups = [[tf.stack(column) for column in zip(*(moments_of(v) for v in part), strict=True)] for part in parts]
+    mean, variance, count = moments.pool(groups)
+    np.testing.assert_allclose(mean, values.mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(variance, values.var(axis=0), rtol=1e-5)
+    assert count.numpy().tolist() == [9, 9]
+
+
 def test_one_group_is_returned_as_it_is():
     group = moments_of(np.random.default_rng(0).normal(size=(5, 2)))
-    assert state.pool([group]) is group
+    assert moments.pool([group]) is group
 
 
 def test_moments_of_any_rank():
@@ -100,9 +110,18 @@ def built_norm(**arguments):
     return layer
 
 
+def packed(*calls):
+    """What one micro-batch gives: of each call of a layer, means, variances and count."""
+    means, variances, counts = zip(*calls, strict=True)
+    return [tf.concat(means, 0), tf.concat(variances, 0), tf.constant(counts)]
+
+
+ONE = packed(([1.0, 2.0], [3.0, 4.0], 5.0))
+
+
 def test_moving_averages_move_once_by_the_layers_momentum():
     layer = built_norm()
-    state.update_moving_averages(layer, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant(5.0))
+    moments.update_moving_averages([layer], [ONE])
     np.testing.assert_allclose(layer.moving_mean, [0.1, 0.2], rtol=1e-6)
     np.testing.assert_allclose(layer.moving_variance, [1.2, 1.3], rtol=1e-6)
 
@@ -110,18 +129,51 @@ def test_moving_averages_move_once_by_the_layers_momentum():
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_no_values_move_nothing(value):
     layer = built_norm()
-    state.update_moving_averages(layer, tf.fill([2], value), tf.fill([2], value), tf.constant(0.0))
+    moments.update_moving_averages([layer], [packed(([value] * 2, [value] * 2, 0.0))] * 2)
     np.testing.assert_array_equal(layer.moving_mean, [0, 0])
     np.testing.assert_array_equal(layer.moving_variance, [1, 1])
 
 
 def test_averages_of_16_bits_move_in_the_precision_of_the_statistics():
     layer = built_norm(dtype="bfloat16")
-    state.update_moving_averages(layer, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant(5.0))
+    moments.update_moving_averages([layer], [ONE])
     assert layer.moving_mean.dtype == "bfloat16"
     np.testing.assert_array_equal(
         tf.cast(layer.moving_variance.value, tf.float32), tf.cast(tf.cast([1.2, 1.3], tf.bfloat16), tf.float32)
     )
+
+
+def test_layers_of_a_stage_move_by_themselves():
+    """Each by its own momentum and counts, whatever the others', and once for each call."""
+    slow, fast, empty = built_norm(momentum=0.99), built_norm(momentum=0.5), built_norm()
+    nan = [float("nan")] * 2
+    first = packed(
+        ([1.0, 2.0], [1.0, 1.0], 2.0), ([8.0, 8.0], [1.0, 1.0], 4.0), (nan, nan, 0.0), ([0.0, 4.0], [1.0, 1.0], 1.0)
+    )
+    second = packed(([4.0, 5.0], [1.0, 1.0], 1.0), (nan, nan, 0.0), (nan, nan, 0.0), ([2.0, 2.0], [1.0, 1.0], 1.0))
+    moments.update_moving_averages([slow, fast, empty, fast], [first, second])
+    np.testing.assert_allclose(slow.moving_mean, [0.02, 0.03], rtol=1e-5)
+    np.testing.assert_allclose(fast.moving_mean, [(8 / 2 + 1) / 2, (8 / 2 + 3) / 2], rtol=1e-6)
+    np.testing.assert_allclose(fast.moving_variance, [1.5, 1.5], rtol=1e-6)
+    np.testing.assert_array_equal(empty.moving_mean, [0, 0])
+
+
+def test_packing_takes_the_widest_precision_and_scalars_of_one_channel():
+    one, two = keras.layers.BatchNormalization(), built_norm()
+    one.build([None, 1])
+    calls = [
+        moments.Moments(one, tf.constant(1.0), tf.constant(2.0), tf.constant(3.0)),
+        moments.Moments(
+            two, tf.constant([0.1, 4.0], tf.float64), tf.constant([5.0, 6.0], tf.float64), tf.constant(7.0)
+        ),
+    ]
+    means, variances, counts = moments.pack(calls)
+    assert (means.numpy().tolist(), variances.numpy().tolist(), counts.numpy().tolist()) == (
+        [1.0, 0.1, 4.0],
+        [2.0, 5.0, 6.0],
+        [3.0, 7.0],
+    )
+    assert moments.pack([]) == []
 
 
 # --- collecting ------------------------------------------------------------------------------------------------------
@@ -131,7 +183,7 @@ def test_moments_are_collected_with_the_number_of_values():
     layer, x = built_norm(), tf.random.stateless_normal([3, 4, 2], seed=[1, 2])
     layer_3d = keras.layers.BatchNormalization()
     layer_3d.build([None, 4, 2])
-    with state.collected_moments([layer, layer_3d, layer]) as collected:
+    with moments.collected([layer, layer_3d, layer], fused=False) as collected:
         layer(x[:, 0], training=True)
         layer_3d(x, training=True)
         layer_3d(x, training=True, mask=tf.constant([[True] * 4, [False] * 4, [True, False, False, False]]))
@@ -148,7 +200,7 @@ def test_layers_are_left_as_they_were():
     before = set(vars(layer))
 
     def fail_while_collecting():
-        with state.collected_moments([layer]):
+        with moments.collected([layer], fused=False):
             assert layer.synchronized is False
             raise RuntimeError("stop")
 
@@ -161,10 +213,10 @@ def test_layers_are_left_as_they_were():
 def test_frozen_layers_and_layers_with_renorm_are_not_pooled():
     frozen, renorm = built_norm(), built_norm(renorm=True)
     frozen.trainable = False
-    with state.collected_moments([frozen, renorm]) as collected:
+    with moments.collected([frozen, renorm], fused=False) as collected:
         frozen(tf.ones([3, 2]), training=True)
         renorm(tf.ones([3, 2]), training=True)
     assert collected == []
-    assert not state.pools_statistics(renorm)
-    assert not state.pools_statistics(keras.layers.Dense(2))
-    assert state.pools_statistics(frozen)
+    assert not moments.pools_statistics(renorm)
+    assert not moments.pools_statistics(keras.layers.Dense(2))
+    assert moments.pools_statistics(frozen)
