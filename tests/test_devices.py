@@ -57,6 +57,27 @@ def test_a_count_that_is_no_positive_int_is_refused(count):
         tf_gpipe.set_logical_cpus(count)
 
 
+@pytest.mark.parametrize(
+    ("before", "threads"),
+    [
+        ("cores(2)", 1),
+        ("cores(4)", 1),
+        ("cores(5)", 0),  # TensorFlow's choice: all cores
+        ("cores(2); tf.config.threading.set_intra_op_parallelism_threads(3)", 3),
+        ("cores(2); os.environ['TF_NUM_INTRAOP_THREADS'] = '2'", 0),
+        ("cores(2); tf.config.set_logical_device_configuration(cpu, [configuration] * 4)", 0),
+    ],
+)
+def test_operations_run_on_one_thread_where_devices_fill_the_cores(before, threads):
+    head = (
+        "import os\n"
+        "def cores(n): os.sched_getaffinity = lambda process: set(range(n))\n"
+        "cpu, configuration = tf.config.list_physical_devices('CPU')[0], tf.config.LogicalDeviceConfiguration()\n"
+    )
+    asked = "set_logical_cpus(4); print(tf.config.threading.get_intra_op_parallelism_threads())"
+    assert run_program(f"{head}{before}\n{asked}") == [str(threads)]
+
+
 def test_before_tensorflow_starts_the_larger_count_holds():
     assert run_program(
         "set_logical_cpus(2); print(set_logical_cpus(4)); print(set_logical_cpus(3))\n"

@@ -8,6 +8,7 @@ is too late.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ def set_logical_cpus(num_devices: int) -> list[str]:
 
     Call it at the beginning of the program, before TensorFlow has run anything. A second call with a number that
     is already there changes nothing.
+
+    Where there is no more than one core for each device, operations of TensorFlow run on one thread each from now on:
+    stages keep the cores busy, and dividing each operation among threads as well makes them wait for each other, for a
+    tenth to more than twice the time of a step (docs/benchmarks.md, "Threads"). To decide yourself, call
+    `tf.config.threading.set_intra_op_parallelism_threads` or set TF_NUM_INTRAOP_THREADS.
 
     Args:
         num_devices: how many, at least 1.
@@ -53,7 +59,16 @@ def set_logical_cpus(num_devices: int) -> list[str]:
                 f"Call `tf_gpipe.set_logical_cpus({num_devices})` right after the imports, before any tensor, layer or "
                 "model is made; in a notebook, restart the kernel first."
             ) from error
+        _use_one_thread_an_operation(num_devices)
     return [f"/CPU:{i}" for i in range(num_devices)]
+
+
+def _use_one_thread_an_operation(num_devices: int) -> None:
+    """Has operations run undivided where the devices fill the cores, unless the user has said otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    decided = tf.config.threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
+    if num_devices >= cores and not decided:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 def stage_devices(devices: Sequence[str] | str | None, num_stages: int | None) -> list[str]:

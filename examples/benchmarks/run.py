@@ -24,7 +24,7 @@ from common import DOCS, Options, Report
 BENCHMARKS = {
     name: getattr(module, name)
     for module, names in {
-        speed: ("efficiency", "overhead", "against_torch", "tasks", "input_pipeline", "jit"),
+        speed: ("efficiency", "overhead", "against_torch", "tasks", "threads", "input_pipeline", "jit"),
         scale: ("startup", "memory", "fits", "growth"),
     }.items()
     for name in names

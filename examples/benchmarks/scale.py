@@ -25,7 +25,8 @@ def startup(options: Options) -> Report:
     best: dict[str, dict] = {}
     for _ in range(options.repeats):
         for name, more in variants.items():
-            with maker(options, "transformer", TWO_CORES, sizes=sizes, steps=1, **more)() as worker:
+            cores = THREAD_PER_STAGE if more else TWO_CORES
+            with maker(options, "transformer", cores, sizes=sizes, steps=1, **more)() as worker:
                 seen = {**worker.first, "later": worker.measure()["seconds"]}
                 if more.get("micro_batches", counts[0]) == counts[0]:  # each size is one more first step
                     for size in (2, 3):

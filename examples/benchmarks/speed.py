@@ -131,11 +131,11 @@ def tasks(options: Options) -> Report:
     sizes = {"layers": stages, "width": 8, "rows": 2 * many, "activation": None}
     rows = []
     for remat in options.pick(("always", "never"), ("always",)):
-        for name, threads in options.pick(
+        for name, cores in options.pick(
             (("one core", ONE_CORE), ("two cores", THREAD_PER_STAGE)), (("one core", ONE_CORE),)
         ):
             more = {"sizes": sizes, "stages": stages, "remat": remat}
-            makers = {m: maker(options, "dense", threads, micro_batches=m, **more) for m in (few, many)}
+            makers = {m: maker(options, "dense", cores, micro_batches=m, **more) for m in (few, many)}
             best = {m: result["seconds"] for m, result in interleaved(makers, options.repeats).items()}
             between = 1e6 * (best[many] - best[few]) / (2 * stages * (many - few))
             values = {"step, ms": 1e3 * best[many], "µs a task": 1e6 * best[many] / (2 * stages * many)}
@@ -153,7 +153,7 @@ def input_pipeline(options: Options) -> Report:
     rows, steps = [], options.pick(25, 2)
     kinds = {"plain Keras": {}, "K=2": {"stages": 2, "micro_batches": 8}}
     for name, more in kinds.items():
-        with maker(options, "transformer", TWO_CORES, **more)() as worker:
+        with maker(options, "transformer", THREAD_PER_STAGE if more else TWO_CORES, **more)() as worker:
             step = min(worker.measure()["seconds"] for _ in range(options.repeats))
             for prefetch in (2, 0):
                 slow = {"steps": steps, "input_seconds": step, "prefetch": prefetch}
@@ -164,6 +164,21 @@ def input_pipeline(options: Options) -> Report:
                 rows.append(row.require("× longer", "≤", 1.25) if prefetch else row)
     title = "An input that takes as long as a step"
     return Report(title, rows, lower=("step, s", "both, s", "× longer"))
+
+
+def threads(options: Options) -> Report:
+    """A thread for each operation, as `set_logical_cpus` has it, against operations divided among all cores."""
+    rows = []
+    measured = [("dense", {}, 2, 8), ("transformer", {}, 2, 8), ("amoebanet", {}, 2, 8), ("transformer", NARROW, 8, 32)]
+    for model, more_sizes, stages, count in options.pick(measured, measured[:1]):
+        sizes = settings(model, options.quick, **more_sizes)
+        more = {"sizes": sizes, "stages": stages, "micro_batches": count}
+        makers = {n: maker(options, model, t, **more) for n, t in ((2, TWO_CORES), (1, THREAD_PER_STAGE))}
+        best = {n: result["seconds"] for n, result in interleaved(makers, options.repeats).items()}
+        name = f"{'narrow ' if more_sizes else ''}{model}, K={stages} M={count}"
+        rows.append(Row(name, {"two, s": best[2], "one, s": best[1], "times as fast": best[2] / best[1]}))
+    title = "One thread for each operation against two, on two cores"
+    return Report(title, rows, lower=("one, s",), higher=("times as fast",))
 
 
 def jit(options: Options) -> Report:
@@ -182,9 +197,9 @@ def jit(options: Options) -> Report:
                 key = f"{label}, K={stages} M={count} {remat}"
                 variants[key] = {"stages": stages, "micro_batches": count, "remat": remat}
         for name, more in variants.items():
-            threads = THREAD_PER_STAGE if more else TWO_CORES
+            cores = THREAD_PER_STAGE if more else TWO_CORES
             more = {"sizes": sizes, **more}
-            makers = {jit: maker(options, model, threads, jit=jit, **more) for jit in (False, True)}
+            makers = {jit: maker(options, model, cores, jit=jit, **more) for jit in (False, True)}
             best = interleaved(makers, options.repeats)
             without, compiled = best[False]["seconds"], best[True]["seconds"]
             values = {"without, s": without, "XLA, s": compiled, "times as fast": without / compiled}
