@@ -30,9 +30,31 @@ class Shifted(BatchNorm):
         return mean + 1.0, variance
 
 
+def doubled(method):
+    """A method that a decorator has changed, under its old name."""
+
+    @functools.wraps(method)
+    def run(*arguments, **named):
+        return 2 * method(*arguments, **named)
+
+    return run
+
+
+class Decorated(BatchNorm):
+    """A batch norm whose `call` is decorated."""
+
+    call = doubled(BatchNorm.call)
+
+
 def replaced(layer):
     """The layer with a `call` of its own."""
-    layer.call = lambda inputs, training=None: inputs
+    layer.call = doubled(layer.call)
+    return layer
+
+
+def with_epsilon(layer):
+    """The layer with an epsilon that is no number."""
+    layer.epsilon = tf.constant(1e-3)
     return layer
 
 
@@ -46,7 +68,9 @@ def replaced(layer):
         (BatchNorm(renorm=True), False),
         (Scaled(), False),
         (Shifted(), False),
+        (Decorated(), False),
         (replaced(BatchNorm()), False),
+        (with_epsilon(BatchNorm()), False),
     ],
 )
 def test_which_layers_are_fused(layer, fused):
@@ -62,13 +86,27 @@ def test_which_layers_are_fused(layer, fused):
         (-1, [4, 5], "float32", False),
         (-1, [4, 3, 3, 3, 5], "float32", False),
         (-1, [4, 3, 3, 5], "float64", False),
+        (-1, [4, 3, 3, 1], "float32", False),
     ],
 )
 def test_which_inputs_fit(axis, shape, dtype, fits):
     layer = BatchNorm(axis=axis)
+    layer.build(shape)
     graph = tf.Graph()
     with graph.as_default():
         assert fused_batch_norm.fits(layer, tf.compat.v1.placeholder(dtype, shape)) == fits
+
+
+def test_arrays_and_weights_of_another_shape_do_not_fit():
+    layer = built()
+    assert not fused_batch_norm.fits(layer, normal(4, 3, 3, 5))
+    layer.gamma = tf.ones([1, 1, 1, 5])
+    assert not fused_batch_norm.fits(layer, tf.zeros([4, 3, 3, 5]))
+
+
+def test_a_method_that_was_patched_on_the_class_is_kept(monkeypatch):
+    monkeypatch.setattr(BatchNorm, "call", doubled(BatchNorm.call))
+    assert not fused_batch_norm.is_fusible(BatchNorm())
 
 
 def built(**arguments):
@@ -121,7 +159,21 @@ def test_a_large_mean_does_not_cancel(mean):
     np.testing.assert_allclose(variance, x.astype("float64").var((0, 1, 2)), rtol=1e-4)
 
 
-def test_second_derivatives_are_those_of_keras():
+def total(gradients):
+    return tf.reduce_sum(tf.square(gradients))
+
+
+def weighted(gradients):
+    return tf.reduce_sum(gradients * normal(6, 2, 2, 5, seed=2))
+
+
+def norms(gradients):
+    return tf.reduce_sum(tf.sqrt(tf.reduce_sum(tf.square(gradients), [1, 2, 3])))
+
+
+@pytest.mark.parametrize("penalty_of", [total, weighted, norms])
+def test_second_derivatives_are_those_of_keras(penalty_of):
+    """Keras's own, which hold the mean fixed inside the variance, so that they are not the true ones."""
     layer = built()
     x, d = tf.constant(normal(6, 2, 2, 5)), tf.constant(normal(6, 2, 2, 5, seed=1))
 
@@ -133,7 +185,7 @@ def test_second_derivatives_are_those_of_keras():
             with tf.GradientTape() as inner:
                 inner.watch(x)
                 y = tf.sin(normalise(layer, x)[0]) * d
-            penalty = tf.reduce_sum(tf.square(inner.gradient(y, x))) + tf.reduce_sum(y)
+            penalty = penalty_of(inner.gradient(y, x)) + tf.reduce_sum(y)
         return outer.gradient(penalty, sources)
 
     for made, wanted in zip(of(x, fused_batch_norm.normalise), of(x, keras_normalises), strict=True):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf_gpipe import moments
+from tf_gpipe.errors import ModelError
 
 
 def moments_of(values, dtype="float32"):
@@ -158,6 +159,14 @@ def test_layers_of_a_stage_move_by_themselves():
     np.testing.assert_array_equal(empty.moving_mean, [0, 0])
 
 
+def test_a_momentum_may_be_a_variable():
+    layer = keras.layers.BatchNormalization()
+    layer.momentum = keras.Variable(0.75, trainable=False)
+    layer.build([None, 2])
+    moments.update_moving_averages([layer], [ONE])
+    np.testing.assert_allclose(layer.moving_mean, [0.25, 0.5], rtol=1e-6)
+
+
 def test_packing_takes_the_widest_precision_and_scalars_of_one_channel():
     one, two = keras.layers.BatchNormalization(), built_norm()
     one.build([None, 1])
@@ -220,3 +229,27 @@ def test_frozen_layers_and_layers_with_renorm_are_not_pooled():
     assert not moments.pools_statistics(renorm)
     assert not moments.pools_statistics(keras.layers.Dense(2))
     assert moments.pools_statistics(frozen)
+
+
+def test_statistics_of_an_instance_are_its_own():
+    layer = built_norm()
+    plain = layer._moments
+    layer._moments = lambda inputs, mask: tuple(2 * part for part in plain(inputs, mask))
+    with moments.collected([layer], fused=True) as collected:
+        layer(tf.constant([[1.0, 2.0], [3.0, 6.0]]), training=True)
+    np.testing.assert_allclose(collected[0].mean, [4.0, 8.0])
+
+
+@pytest.mark.parametrize(
+    "inside", [tf.function, lambda call: lambda x: tf.cond(tf.size(x) > 0, lambda: call(x), lambda: x)]
+)
+def test_batch_norm_inside_a_graph_of_its_own_is_refused(inside):
+    layer = built_norm()
+
+    @tf.function
+    def step(x):
+        with moments.collected([layer], fused=True):
+            return inside(lambda x: layer(x, training=True))(x)
+
+    with pytest.raises(ModelError, match="called inside a `tf.function`, loop or branch.*Call it outside of that"):
+        step(tf.ones([3, 2]))

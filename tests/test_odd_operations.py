@@ -149,3 +149,28 @@ def test_a_gradient_that_python_takes(remat, after):
 
     data = normal(6, 4), normal(6, 4 if isinstance(after(), L.Rescaling) else 2, seed=1)
     assert_same(train(make, data), train(make, data, tf_gpipe.GPipeStrategy(2, 3, remat=remat)))
+
+
+class Compiled(L.Layer):
+    """A layer with a function of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    @tf.function
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+
+@pytest.mark.parametrize("inner", [L.BatchNormalization, lambda: L.Dropout(0.5)])
+def test_a_function_that_would_hide_state_is_refused_in_training(inner):
+    with pytest.raises(ValueError, match=r"whose `call` is a `tf.function`, with '.*Take `tf.function` off"):
+        trained(tf_gpipe.GPipeStrategy(2, 2), Compiled(inner()))
+
+
+def test_a_function_without_state_trains_as_in_plain_keras():
+    wanted, _ = trained(None, Compiled(L.Dense(4, "tanh")))
+    found, _ = trained(tf_gpipe.GPipeStrategy(2, 2), Compiled(L.Dense(4, "tanh")))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 
+import numpy as np
 import pytest
 
 from tf_gpipe import partition
@@ -161,6 +162,8 @@ NAMES = ["stem", "encoder/dense", "encoder/dense_1", "encoder/block/dense_2", "d
         ([1, 6], (1, 6)),
         ((2, 3, 2), (2, 3, 2)),
         (["head"], (6, 1)),
+        (np.array(["head"]), (6, 1)),
+        ((count for count in (1, 6)), (1, 6)),
         (["encoder/dense"], (1, 6)),
         (["dense_1", "out"], (2, 3, 2)),
         (["dense_2"], (3, 4)),
@@ -197,6 +200,11 @@ def test_a_whole_name_wins_over_the_end_of_another():
         ([3, "head"], 2, "received [3, 'head']. Write, for example, [4, 3]."),
         ([3.5, 3.5], 2, "received [3.5, 3.5]."),
         ([True, 6], 2, "received [True, 6]."),
+        ({3, 4}, 2, "received {3, 4}."),
+        ({"head": 1}, 2, "received {'head': 1}."),
+        (b"ab", 2, "received b'ab'."),
+        (np.array([[3, 4]]), 2, "received array([[3, 4]])."),
+        (np.array(["haed"]), 2, "The model has no operation 'haed' to cut before."),
         (
             ["head"],
             3,

@@ -1,5 +1,7 @@
 """Convolutions by 1x1 filters run as matrix products on CPUs, with the same numbers; layers stay as they are."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -26,6 +28,14 @@ class Called(keras.layers.Conv2D):
         return self.convolution_op(inputs, keras.ops.tile(self.kernel, [1, 3, 1, 1]))
 
 
+class Decorated(keras.layers.Conv2D):
+    """A convolution whose operation is decorated."""
+
+    convolution_op = functools.wraps(keras.layers.Conv2D.convolution_op)(
+        lambda self, inputs, kernel: 2 * keras.ops.conv(inputs, kernel)
+    )
+
+
 def replaced(layer):
     """The layer with an operation of its own."""
     layer.convolution_op = lambda inputs, kernel: 2 * keras.ops.conv(inputs, kernel)
@@ -49,6 +59,7 @@ def replaced(layer):
         (keras.layers.Dense(5), False),
         (Scaled(5, 1), False),
         (Called(5, 1), False),
+        (Decorated(5, 1), False),
         (replaced(keras.layers.Conv2D(5, 1)), False),
     ],
 )

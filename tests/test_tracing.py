@@ -415,8 +415,9 @@ def test_models_that_cannot_be_traced(monkeypatch, tmp_path):
         strategy.trace(plain, data)
     with pytest.raises(ValueError, match=r"scope of a `GPipeStrategy`.*make and compile"):
         plain.fit(*data, verbose=0, callbacks=[tf_gpipe.TimelineCallback(tmp_path)])
-    with pytest.raises(ValueError, match=r"tuple `\(x, y\)`.*Received: list"):
-        strategy.trace(model, list(data))
+    with pytest.raises(ValueError, match=r"tuple `\(x, y\)`.*Received: dict"):
+        strategy.trace(model, {"x": data[0]})
+    assert strategy.trace(model, list(data)).events
     with pytest.raises(ValueError, match="Received: tuple of length 4"):
         strategy.trace(model, (*data, None, None))
     for x, received in ((np.ones([0, 6]), r"shape \(0, 6\)"), (3.0, "float"), ({}, "nothing")):

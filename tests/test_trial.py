@@ -87,16 +87,6 @@ def test_the_backward_pass_is_timed_too(monkeypatch, remat):
         assert [total] in [tensor.shape.as_list() for tensor in made]
 
 
-def test_a_prediction_times_no_backward_pass(monkeypatch):
-    monkeypatch.setattr(trial, "_seconds", lambda run: len(run()) and 1.0)
-    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
-    with strategy.scope():
-        model = keras.Sequential([keras.Input([6]), *(keras.layers.Dense(6) for _ in range(4))])
-        model.compile("sgd", "mse")
-    model.predict(np.ones([16, 6]), batch_size=16, verbose=0)
-    assert "ms forward through stage" in str(strategy.plan(model))
-
-
 def test_a_stage_that_xla_cannot_compile_is_left_as_it_is():
     strategy = tf_gpipe.GPipeStrategy(2, 2, jit_compile="auto", partition=[3, 1])
     model, wanted = train(strategy, layer=Digits()), train(tf_gpipe.GPipeStrategy(1, 2), layer=Digits())
@@ -133,6 +123,20 @@ def test_unknown_shapes_are_not_tried(monkeypatch):
     strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
     model = train(strategy, rows=15, batch_size=15)  # micro-batches of different sizes
     assert pipeline_of(model, strategy).jit_compile == "auto"
+    assert "XLA can only be tried where all mini-batches are known to have the same number" in str(strategy.plan(model))
+
+
+def test_what_is_only_predicted_decides_nothing():
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([16]), *(keras.layers.Dense(16) for _ in range(4))])
+        model.compile("sgd", "mse")
+    x = np.ones([16, 16], "float32")
+    model.predict(x, batch_size=16, verbose=0)
+    assert pipeline_of(model, strategy).jit_compile == "auto"
+    model.fit(x, x, batch_size=16, verbose=0)
+    assert pipeline_of(model, strategy).jit_compile != "auto"
+    assert "forward and back" in str(strategy.plan(model))
 
 
 PROGRAM = """

@@ -123,6 +123,8 @@ class StageBody:
             num_states: see there.
         """
         plan = self.plan
+        if training:
+            state.refuse_functions_with_state(self.layers, plan.index)
         made: dict[Ref, Any] = dict(zip(inputs, values, strict=True))
         for ref in inputs:
             if ref.is_logits:

@@ -186,10 +186,11 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
             needed = max(len(devices), 1 + (wanted.device_index or 0))
             kind = f" Call `tf_gpipe.set_logical_cpus({needed})` at the beginning of the program to make logical "
             kind += "CPU devices."
-            raise DeviceError(
-                f"Expected a device that TensorFlow knows: {there}. Received: {name!r}."
-                + (kind if wanted.device_type == "CPU" else "")
-            )
+            if wanted.device_type != "CPU":
+                kind = (
+                    " Leave `devices` out to take what there is; `python -m tf_gpipe doctor` looks for what is missing."
+                )
+            raise DeviceError(f"Expected a device that TensorFlow knows: {there}. Received: {name!r}.{kind}")
         known.append(matches[0])
     return known
 

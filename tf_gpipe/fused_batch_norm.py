@@ -6,6 +6,9 @@ fifth to a half of the time. See docs/decisions/0013-fused-batch-norm.md.
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -15,15 +18,28 @@ from tf_gpipe import compat
 def is_fusible(layer: keras.layers.BatchNormalization) -> bool:
     """Whether a layer normalises in Keras's own way, by the statistics of its inputs, in float32."""
     return (
-        all(getattr(layer, name).__module__.startswith("keras.") for name in ("call", compat.MOMENTS))
+        compat.runs_as_in_keras(layer, keras.layers.BatchNormalization)
         and not getattr(layer, "renorm", False)
         and layer.compute_dtype == "float32"
+        and isinstance(layer.epsilon, numbers.Real)
     )
 
 
-def fits(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> bool:
-    """Whether the operation takes these inputs: images whose channels come last."""
-    return inputs.dtype == tf.float32 and inputs.shape.rank == 4 and layer.axis in (-1, 3)
+def fits(layer: keras.layers.BatchNormalization, inputs: Any) -> bool:
+    """Whether the operation takes these inputs and weights: images, and a number for each of several channels.
+
+    It adds up the values of a channel one after the other; of a single channel, Keras's sums are much more exact.
+    """
+    channels = layer.moving_mean.shape
+    weights = [weight for weight in (layer.gamma, layer.beta) if weight is not None]
+    return (
+        tf.is_tensor(inputs)
+        and inputs.dtype == tf.float32
+        and inputs.shape.rank == 4
+        and layer.axis in (-1, 3)
+        and channels != (1,)
+        and all(weight.shape == channels and weight.dtype == "float32" for weight in weights)
+    )
 
 
 def normalise(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -39,14 +55,15 @@ def normalise(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> tupl
     channels = layer.moving_mean.shape
     gamma = tf.convert_to_tensor(layer.gamma) if layer.scale else tf.ones(channels)
     beta = tf.convert_to_tensor(layer.beta) if layer.center else tf.zeros(channels)
+    epsilon = float(layer.epsilon)
     with compat.stop_recording():
         made = tf.raw_ops.FusedBatchNormV3(
-            x=inputs, scale=gamma, offset=beta, mean=[], variance=[], epsilon=layer.epsilon, is_training=True
+            x=inputs, scale=gamma, offset=beta, mean=[], variance=[], epsilon=epsilon, is_training=True
         )
     spaces = {name: getattr(made, name) for name in ("reserve_space_1", "reserve_space_2", "reserve_space_3")}
 
     def gradient(d: tf.Tensor) -> list[tf.Tensor]:
-        return _gradient(d, inputs, gamma, spaces, layer.epsilon)
+        return _gradient(d, inputs, gamma, spaces, epsilon)
 
     compat.record_operation("FusedBatchNorm", [made.y], [inputs, gamma, beta], [], gradient)
     count = tf.cast(tf.size(inputs, tf.int64) // channels[0], tf.float32)
@@ -74,10 +91,10 @@ def _gradient(
 
 
 def _gradient_in_steps(d: tf.Tensor, inputs: tf.Tensor, gamma: tf.Tensor, epsilon: float) -> list[tf.Tensor]:
-    """The same by operations that have gradients themselves, as TensorFlow's one has none."""
-    axes = [0, 1, 2]
-    mean, variance = tf.nn.moments(inputs, axes)
-    inverse = tf.math.rsqrt(variance + epsilon)
-    normal = (inputs - mean) * inverse
-    d_inputs = gamma * inverse * (d - tf.reduce_mean(d, axes) - normal * tf.reduce_mean(d * normal, axes))
-    return [d_inputs, tf.reduce_sum(d * normal, axes), tf.reduce_sum(d, axes)]
+    """The same by Keras's operations, which have gradients of their gradients, as TensorFlow's one has not."""
+    beta = tf.zeros_like(gamma)
+    with tf.GradientTape() as tape:
+        tape.watch([inputs, gamma, beta])
+        mean, variance = keras.ops.moments(inputs, axes=[0, 1, 2])
+        outputs = keras.ops.batch_normalization(inputs, mean, variance, -1, beta, gamma, epsilon)
+    return tape.gradient(outputs, [inputs, gamma, beta], output_gradients=d)

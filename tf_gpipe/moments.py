@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import compat, fused_batch_norm
+from tf_gpipe.errors import ModelError
 
 Packed = Sequence[tf.Tensor]
 """Means and variances of several calls, each `(values,)`, and counts `(calls,)`."""
@@ -60,7 +62,7 @@ def collected(layers: Sequence[keras.Layer], *, fused: bool) -> Iterator[list[Mo
         layers: the layers of the stage.
         fused: whether a layer normalises in one operation where it can.
     """
-    found: list[Moments] = []
+    found = _Found(tf.compat.v1.get_default_graph(), [])
     with contextlib.ExitStack() as stack:
         for layer in dict.fromkeys(layer for layer in layers if pools_statistics(layer)):
             if fused and fused_batch_norm.is_fusible(layer):
@@ -68,28 +70,48 @@ def collected(layers: Sequence[keras.Layer], *, fused: bool) -> Iterator[list[Mo
             stack.enter_context(compat.replaced(layer, compat.MOMENTS, _collector(layer, found)))
             if getattr(layer, "synchronized", False):
                 stack.enter_context(compat.replaced(layer, "synchronized", False))
-        yield found
+        yield found.moments
 
 
-def _collector(layer: keras.layers.BatchNormalization, found: list[Moments]) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What was collected, and the graph in which it must be."""
+
+    graph: tf.Graph
+    moments: list[Moments]
+
+    def add(self, moments: Moments) -> None:
+        """Adds statistics that the stage can give away."""
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise ModelError(
+                "Expected batch norm to run where its stage does, so that its statistics can be told. Received: "
+                f"'{moments.layer.name}', called inside a `tf.function`, loop or branch of the model. Call it outside "
+                "of that, or normalise with `keras.layers.LayerNormalization` or `GroupNormalization`."
+            )
+        self.moments.append(moments)
+
+
+def _collector(layer: keras.layers.BatchNormalization, found: _Found) -> Any:
+    plain = getattr(layer, compat.MOMENTS)
+
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        mean, variance = getattr(type(layer), compat.MOMENTS)(layer, inputs, mask)
+        mean, variance = plain(inputs, mask)
         if mask is None:
             count = tf.size(inputs, tf.int64) // tf.maximum(tf.size(mean, tf.int64), 1)
         else:
             count = tf.reduce_sum(tf.cast(mask, tf.int64))
-        found.append(Moments(layer, mean, variance, tf.cast(count, tf.float32)))
+        found.add(Moments(layer, mean, variance, tf.cast(count, tf.float32)))
         return mean, variance
 
     return moments
 
 
-def _fused_call(layer: keras.layers.BatchNormalization, found: list[Moments]) -> Any:
+def _fused_call(layer: keras.layers.BatchNormalization, found: _Found) -> Any:
     def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
         if not (training and layer.trainable) or mask is not None or not fused_batch_norm.fits(layer, inputs):
             return type(layer).call(layer, inputs, training=training, mask=mask)
         outputs, *statistics = fused_batch_norm.normalise(layer, inputs)
-        found.append(Moments(layer, *statistics))
+        found.add(Moments(layer, *statistics))
         return outputs
 
     return call
@@ -171,8 +193,16 @@ def _move(
 ) -> None:
     """Moves the averages of different layers once; of each value there is a mean, a variance and a count."""
     sizes = [layer.moving_mean.shape[0] for layer in layers]
-    momentum = np.repeat([float(layer.momentum) for layer in layers], sizes)
-    kept, taken = (tf.constant(share, means.dtype) for share in (momentum, 1.0 - momentum))
+    layer_of = np.repeat(np.arange(len(layers)), sizes)
+
+    def shares(of_layers: Sequence[Any]) -> tf.Tensor:
+        each = [
+            tf.constant(share, means.dtype) if isinstance(share, numbers.Real) else tf.cast(share, means.dtype)
+            for share in of_layers
+        ]
+        return tf.gather(tf.stack(each), layer_of)
+
+    kept, taken = shares([layer.momentum for layer in layers]), shares([1.0 - layer.momentum for layer in layers])
     for name, values in (("moving_mean", means), ("moving_variance", variances)):
         variables = [compat.raw_variable(getattr(layer, name)) for layer in layers]
         before = tf.concat([tf.cast(variable, values.dtype) for variable in variables], 0)

@@ -20,7 +20,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import SupportsIndex
 
 from tf_gpipe.errors import PartitionError
@@ -171,13 +171,16 @@ def counts_or_names(
         (([1, 2], []), ([], ['softmax']))
     """
     if num_operations is None:
-        advice = f"Write {num_stages} whole numbers that add up to the model's operations."
+        advice = (
+            f"Write {num_stages} whole numbers that add up to the model's operations, or {num_stages - 1} of their "
+            "names; `plan` of a strategy without `partition` tells them."
+        )
     else:
         advice = f"Write, for example, {_even_counts(num_operations, num_stages)}."
-    if isinstance(partition, Iterable) and not isinstance(partition, str):
-        entries = list(partition)
+    if isinstance(partition, Iterable) and not isinstance(partition, (str, bytes, Set, Mapping)):
+        entries = _entries(partition)
         counts = [count for count in map(_whole, entries) if count is not None]
-        cut_names = [entry for entry in entries if isinstance(entry, str)]
+        cut_names = [str(entry) for entry in entries if isinstance(entry, str)]
         if len(counts) == len(entries) > 0:
             _check_counts(counts, num_stages, advice)
             return counts, []
@@ -188,6 +191,13 @@ def counts_or_names(
         f"An explicit partition is a list of {num_stages} operation counts, or of the {num_stages - 1} operation names "
         f"to cut before; received {partition!r}. {advice}"
     )
+
+
+def _entries(partition: Iterable[object]) -> list[object]:
+    try:
+        return list(partition)
+    except TypeError:  # an array without dimensions
+        return [partition]
 
 
 def _check_counts(counts: list[int], num_stages: int, advice: str) -> None:
@@ -286,7 +296,10 @@ def _whole(value: object) -> int | None:
     """`value` as an int if it is a whole number of any type but bool, else None."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of several numbers, or of floats
+        return None
 
 
 def _whole_numbers(name: str, values: Sequence[float], length: int) -> tuple[list[int], int]:

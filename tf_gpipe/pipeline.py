@@ -16,6 +16,11 @@ from tf_gpipe.tasks import Remat
 from tf_gpipe.trial import first_refused, xla_pays
 from tf_gpipe.values import Value
 
+UNKNOWN_ROWS = (
+    "stages are not compiled: XLA can only be tried where all mini-batches are known to have the same number of rows "
+    "(`drop_remainder=True`)"
+)
+
 
 class Pipeline:
     """A model divided into stages, ready to be called.
@@ -24,12 +29,12 @@ class Pipeline:
         plan: the stages.
         num_micro_batches: M.
         remat: which micro-batches recompute their activations in the backward pass.
-        jit_compile: whether XLA compiles the stages; "auto" to try it in the first call whose shapes are known.
+        jit_compile: whether XLA compiles the stages; "auto" to try it in the first call that trains on known shapes.
     """
 
     def __init__(self, plan: Plan, *, num_micro_batches: int, remat: Remat, jit_compile: bool | str) -> None:
         check_splittable(plan.graph, num_micro_batches)
-        self.plan = plan
+        self.plan = self._given = plan
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
@@ -48,17 +53,18 @@ class Pipeline:
         forwards: Sequence[Forward],
         needs_gradient: Mapping[Ref, bool] | None,
     ) -> bool:
-        """Settles `jit_compile="auto"`, if the shapes of what is between the stages are known.
+        """Settles `jit_compile="auto"` in a training call, if the shapes of what is between the stages are known.
 
         Args:
             training: the training flag.
             kinds: kinds of the value and of the mask of everything that there is.
             forwards: the forward functions of the stages.
-            needs_gradient: whether the gradient of each is wanted; None if there is no backward pass.
+            needs_gradient: whether the gradient of each is wanted; None if there is no backward pass, and nothing to
+                settle.
 
         Returns whether the stages are to be compiled from now on.
         """
-        if self.jit_compile != "auto" or not self.stages:
+        if self.jit_compile != "auto" or not self.stages or needs_gradient is None:
             return False
         compiled = self.stages
         branching = [str(stage.index) for stage, forward in zip(self.stages, forwards, strict=True) if forward.branches]
@@ -74,18 +80,19 @@ class Pipeline:
             refused = first_refused(others, training, kinds) if found and found[0] else None
             if refused is not None:
                 found = False, f"stages are not compiled: XLA cannot compile stage {refused.index}"
-        if found is None:
-            return False
-        self.jit_compile, reason = found
-        self.plan = dataclasses.replace(self.plan, note="\n".join(filter(None, [self.plan.note, reason])))
-        if self.jit_compile:
+        pays, reason = found or (False, UNKNOWN_ROWS)
+        self.plan = dataclasses.replace(self._given, note="\n".join(filter(None, [self._given.note, reason])))
+        if found is not None:
+            self.jit_compile = pays
+        if pays:
             self.stages = compiled
-        return self.jit_compile
+        return pays
 
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""
+        plan = self._given if self.jit_compile == "auto" else self.plan
         count = self.num_micro_batches
-        return Pipeline(self.plan, num_micro_batches=count, remat=self.remat, jit_compile=self.jit_compile)
+        return Pipeline(plan, num_micro_batches=count, remat=self.remat, jit_compile=self.jit_compile)
 
     def __call__(self, inputs: Sequence[Value | None], training: bool | None) -> PipelineOutput:
         """Runs the model on a mini-batch.

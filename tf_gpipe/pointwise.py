@@ -32,8 +32,7 @@ def is_pointwise(layer: keras.Layer) -> bool:
     and comes to a few per cent of it.
     """
     return (
-        isinstance(layer, keras.layers.Conv2D)
-        and all(getattr(layer, name).__module__.startswith("keras.") for name in ("call", "convolution_op"))
+        compat.runs_as_in_keras(layer, keras.layers.Conv2D)
         and set(layer.kernel_size) == {1}
         and set(layer.strides) == {1}
         and layer.groups == 1

@@ -101,6 +101,22 @@ def normalise_kernel(layer: keras.layers.SpectralNormalization) -> None:
         type(layer).call(layer, tf.zeros([]), training=True)
 
 
+def refuse_functions_with_state(layers: Sequence[keras.Layer], stage: int) -> None:
+    """Raises where a layer's own `tf.function` would hide that its state changes.
+
+    TensorFlow traces it once, and no code of the layer runs in later traces of its stage, which would learn nothing of
+    averages, seeds and counters.
+    """
+    for layer in layers:
+        if isinstance(layer.call, tf.types.experimental.PolymorphicFunction) and layer.non_trainable_variables:
+            names = ", ".join(f"'{v.path}'" for v in layer.non_trainable_variables[:3])
+            raise ModelError(
+                f"Expected layers that have state, such as batch norm or dropout, to have a `call` in plain Python. "
+                f"Received: '{layer.name}' in stage {stage}, whose `call` is a `tf.function`, with {names}. Take "
+                "`tf.function` off: Keras makes one of the whole training step."
+            )
+
+
 class Choices:
     """What layers draw with Python's `random` and with numpy while they are traced, the same in every trace of a kind.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import numbers
 import threading
 import warnings
@@ -56,8 +57,9 @@ class GPipeStrategy(tf.distribute.Strategy):
             backward pass comes first); "never".
         schedule: "gpipe"; others are not available yet.
         jit_compile: whether XLA compiles each stage on its own device. "auto" takes a micro-batch of zeros through one
-            stage both ways when a model is first called, which takes as long as compiling it, and keeps what is faster;
-            `plan` tells the reason. TPUs run nothing else, so that there it makes no difference.
+            stage both ways when a model is first trained, which takes as long as compiling it, and keeps what is
+            faster; `plan` tells the reason. It needs mini-batches of a known size, as `drop_remainder=True` makes them.
+            TPUs run nothing else, so that there it makes no difference.
 
     Raises:
         ValueError: an argument has a value that is not described above, or there are too few devices.
@@ -99,13 +101,16 @@ class GPipeStrategy(tf.distribute.Strategy):
                 f"Expected num_replicas=1, since replicas are not available yet. Received: {num_replicas!r}."
             )
         if not isinstance(jit_compile, bool) and jit_compile != "auto":
-            raise ArgumentError(f'Expected `jit_compile` to be True, False or "auto". Received: {jit_compile!r}.')
+            raise ArgumentError(
+                f'Expected `jit_compile` to be True, False or "auto". Received: {jit_compile!r}. "auto" tries both.'
+            )
         self._devices = stage_devices(devices, num_stages)
         self._num_micro_batches = num_micro_batches or 4 * len(self._devices)
         self._partition = _checked_partition(partition, len(self._devices))
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
+        self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -265,9 +270,10 @@ class GPipeStrategy(tf.distribute.Strategy):
         optimizer = compat.foreign_optimizer(getattr(model, "optimizer", None), self)
         if optimizer is not None:
             raise ModelError(
-                "Expected an optimizer that was made under this strategy's scope, which places its slots. Received: "
-                f"'{optimizer.name}' ({type(optimizer).__name__}) of '{model.name}', which was not. Make it, and call "
-                "`compile`, inside `strategy.scope()`."
+                "Expected an optimizer that was made under the scope of its model's strategy, which places its slots. "
+                f"Received: '{optimizer.name}' ({type(optimizer).__name__}) of '{model.name}', which was made outside, "
+                "or under another strategy's scope. Make it, and call `compile`, inside the `strategy.scope()` of the "
+                "model."
             )
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
@@ -318,7 +324,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         """What calling a model means inside `run`; what must hold until `run` ends is entered into `during_run`."""
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
-            if compat.strategy_of(model) is None and not symbolic and self.num_stages > 1:
+            if compat.strategy_of(model) is None and not symbolic and self.num_stages > 1 and model not in self._told:
+                self._told.add(model)
                 warnings.warn(
                     f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on "
                     "one device, without stages. To pipeline it, make it inside `strategy.scope()`.",
@@ -403,19 +410,20 @@ def _checked_count(name: str, value: Any) -> int | None:
 
 
 def _checked_partition(partition: Partition, num_stages: int) -> Partition:
-    if not isinstance(partition, str):
-        with contextlib.suppress(TypeError):  # what cannot be listed is refused below
-            counts, names = counts_or_names(list(partition), num_stages)
-            return counts or names
+    if partition is not None and not isinstance(partition, (str, numbers.Number)):
+        counts, names = counts_or_names(partition, num_stages)
+        return counts or names
     advice = f"Write [{partition!r}] to cut before an operation." if isinstance(partition, str) else ""
-    _check_choice("partition", partition, ("flops",), " or K numbers of operations, or K - 1 operation names", advice)
+    if difflib.get_close_matches(str(partition), ["flops"]):
+        advice = 'Did you mean "flops"?'
+    _check_choice("partition", partition, ("flops",), ", or K numbers of operations, or K - 1 operation names", advice)
     return partition
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], more: str = "", advice: str = "") -> None:
     if value not in choices:
-        listed = ", ".join(f'"{choice}"' for choice in choices)
-        text = f"Expected `{name}` to be one of {listed}{more}. Received: {name}={value!r}. {advice}"
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        text = f"Expected `{name}` to be {listed}{more}. Received: {name}={value!r}. {advice}"
         raise ArgumentError(text.rstrip())
 
 

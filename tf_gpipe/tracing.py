@@ -291,11 +291,11 @@ def stop_tracing(strategy: GPipeStrategy, tracer: Tracer | None) -> None:
 def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline:
     """See `GPipeStrategy.trace`."""
     check_traceable(strategy, model)
-    if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
+    is_sequence = isinstance(batch, (tuple, list))
+    if not is_sequence or not 1 <= len(batch) <= 3:
         raise ArgumentError(
             "Expected `batch` as a tuple `(x, y)` or `(x, y, sample_weight)`, as `fit` takes them. "
-            f"Received: {type(batch).__name__}{f' of length {len(batch)}' if isinstance(batch, tuple) else ''}. "
-            "Pass `(x, y)`."
+            f"Received: {type(batch).__name__}{f' of length {len(batch)}' if is_sequence else ''}. Pass `(x, y)`."
         )
     kept: list[tuple[tf.Variable, Any]] = []
     make_train_function = model.make_train_function

@@ -2,7 +2,7 @@
 
 XLA joins small operations into large ones, at the price of TensorFlow's own kernels for the large ones. On processors
 that mostly costs time, and it always costs start-up; on accelerators it mostly pays (docs/benchmarks.md). So the first
-call whose shapes are known takes one micro-batch of zeros through the stage with most operations, both ways.
+call that trains on known shapes takes one micro-batch of zeros through the stage with most operations, both ways.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def xla_pays(
     compiled: Stage,
     training: bool | None,
     kinds: Mapping[Ref, Any],
-    needs_gradient: Mapping[Ref, bool] | None,
+    needs_gradient: Mapping[Ref, bool],
     *,
     keep: bool,
 ) -> tuple[bool, str] | None:
@@ -45,7 +45,7 @@ def xla_pays(
         compiled: the same stage with it.
         training: the training flag.
         kinds: kinds of the value and of the mask of everything that goes into the stage.
-        needs_gradient: whether the gradient of each is wanted; None if there is no backward pass.
+        needs_gradient: whether the gradient of each is wanted.
         keep: whether the backward pass takes kept activations, and makes none again.
 
     Returns:
@@ -63,10 +63,8 @@ def xla_pays(
             return False, f"stages are not compiled: XLA cannot compile stage {plain.index} ({type(error).__name__})"
     without, with_xla = (1e3 * s for s in seconds)
     pays = with_xla < (1 - GAIN) * without
-    there = "forward" if needs_gradient is None else "forward and back"
-    timed = (
-        f"a micro-batch took {with_xla:.2f} ms {there} through stage {plain.index} with XLA and {without:.2f} without"
-    )
+    timed = f"a micro-batch took {with_xla:.2f} ms forward and back through stage {plain.index} with XLA"
+    timed += f" and {without:.2f} without"
     return pays, f"stages are {'' if pays else 'not '}compiled: {timed}"
 
 
@@ -86,15 +84,15 @@ def _passes(
     stage: Stage,
     training: bool | None,
     kinds: Mapping[Ref, Any],
-    needs_gradient: Mapping[Ref, bool] | None,
+    needs_gradient: Mapping[Ref, bool],
     *,
     keep: bool,
 ) -> Callable[[], list[tf.Tensor]] | None:
-    """What takes a micro-batch of zeros through a stage, forward and, if gradients are wanted, back."""
+    """What takes a micro-batch of zeros through a stage, forward and, if there are gradients, back."""
     signature, forward = stage.traced(training, kinds, needs_gradient if keep else None)
     inputs = _zeros(input_specs(signature, forward.given))
-    if needs_gradient is None or inputs is None:
-        return None if inputs is None else lambda: forward.function(*inputs)
+    if inputs is None:
+        return None
     wanted, trained = tuple(needs_gradient[ref] for ref in signature.inputs), stage.trained(signature)
     kind = BackwardKind(signature, wanted, tuple(map(has_gradient, forward.values)), (True,) * len(forward.losses))
     given = _zeros(kind.specs(forward.values, forward.losses))
