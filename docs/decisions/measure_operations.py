@@ -2,8 +2,9 @@
 
     python docs/decisions/measure_operations.py [--repeats 5]
 
-Convolutions by 1x1 filters, as convolutions and as products of matrices; batch norm, as Keras's operations and as one.
-One core; each figure is the smallest of the repeats, which take turns; an operation runs eight times in a graph.
+Convolutions by 1x1 filters, as convolutions and as products of matrices; batch norm, as Keras's operations and as one,
+and how far each is off. One core; each time is the smallest of the repeats, which take turns; an operation runs eight
+times in a graph.
 """
 
 import os
@@ -21,6 +22,7 @@ from tf_gpipe import fused_batch_norm, pointwise
 
 CONVOLUTIONS = ((32, 16, 16), (16, 64, 64), (8, 256, 128), (4, 512, 256))  # height and width, channels, filters
 NORMS = ((32, 16), (16, 64), (8, 128), (4, 256))  # height and width, channels
+VALUES = ((4096, 64), (131072, 64), (131072, 1))  # values of a channel, channels
 IMAGES = (128, 16)
 RUNS = 8
 
@@ -89,6 +91,29 @@ def norms(channels: int, *, fused: bool) -> dict[str, Operation]:
     return {"forward": forward, "forward and gradients": both}
 
 
+def errors(values: int, channels: int) -> str:
+    """Cells of a table: largest relative error of the variance and of the gradient of beta, one way and the other."""
+    size = [values // 64, 8, 8, channels]
+    x, d = (tf.random.stateless_normal(size, seed=[1, seed], mean=mean) for seed, mean in ((1, 1.0), (2, 0.1)))
+    axes = [0, 1, 2]
+    exact = [tf.math.reduce_variance(tf.cast(x, tf.float64), axes), tf.reduce_sum(tf.cast(d, tf.float64), axes)]
+    layer = keras.layers.BatchNormalization()
+    layer.build(size)
+
+    def of(fused: bool) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            if fused:
+                outputs, _, variance, _ = fused_batch_norm.normalise(layer, x)
+            else:
+                mean, variance = keras.ops.moments(x, axes=axes)
+                outputs = keras.ops.batch_normalization(x, mean, variance, -1, layer.beta.value, layer.gamma.value)
+        return [variance, tape.gradient(outputs, layer.beta.value, output_gradients=d)]
+
+    found = [[tf.cast(part, tf.float64) for part in tf.function(of)(fused)] for fused in (False, True)]
+    off = [[float(tf.reduce_max(tf.abs(part / e - 1))) for part, e in zip(way, exact, strict=True)] for way in found]
+    return " | ".join(f"{one:.1e} → {other:.1e}" for one, other in zip(*off, strict=True))
+
+
 def compare(ways: Sequence[dict[str, Operation]], shapes: Sequence[Sequence[int]], repeats: int) -> str:
     """Cells of a table: µs of each operation, one way and the other."""
     measures = [{name: timed(of, shapes) for name, of in way.items()} for way in ways]
@@ -121,6 +146,10 @@ def main() -> None:
             ways = [norms(channels, fused=fused) for fused in (False, True)]
             cells = compare(ways, [[images, size, size, channels]] * 2, repeats)
             print(f"| {images} | {size} | {channels} | {cells} |")
+    print("\n| values a channel | channels | variance off by | gradient of beta off by |")
+    print("|---:|---:|---:|---:|")
+    for values, channels in VALUES:
+        print(f"| {values} | {channels} | {errors(values, channels)} |")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ class Row:
         value = self.values[column]
         met = value is not None and (value <= limit if relation == "≤" else value >= limit)
         self.bar = f"{column} {relation} {limit:.3g}: {'met' if met else 'MISSED'}"
+        if value is not None and number(value) == number(limit):
+            self.bar += f" ({value:.4g})"  # rounded, it would say nothing
         return self
 
 
