@@ -476,6 +476,7 @@ def test_a_model_made_outside_the_scope_says_so_when_it_is_trained():
         model.compile("sgd", "mse")
         with pytest.warns(UserWarning, match=r"'outside' was made outside the scope.* make it inside `strategy.scope"):
             model.fit(*data, verbose=0)
+        model.fit(*data, verbose=0)  # says it once
     with tf_gpipe.GPipeStrategy(1, 2).scope():  # one device is one stage: nothing to warn of
         model.compile("sgd", "mse")
         model.fit(*data, verbose=0)

@@ -324,13 +324,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         """What calling a model means inside `run`; what must hold until `run` ends is entered into `during_run`."""
         symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten((args, kwargs)))
         if compat.strategy_of(model) is not self or symbolic:
-            if compat.strategy_of(model) is None and not symbolic and self.num_stages > 1 and model not in self._told:
-                self._told.add(model)
-                warnings.warn(
-                    f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on "
-                    "one device, without stages. To pipeline it, make it inside `strategy.scope()`.",
-                    stacklevel=2,
-                )
+            if not symbolic:
+                self._tell_of_foreign(model)
             return plain(*args, **kwargs)
         preparation.build_if_needed(model, args, kwargs)
 
@@ -344,6 +339,17 @@ class GPipeStrategy(tf.distribute.Strategy):
 
         with self._calling, compat.replaced(model, "call", pipelined):
             return plain(*args, **kwargs)
+
+    def _tell_of_foreign(self, model: keras.Model) -> None:
+        """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
+        foreign = compat.strategy_of(model) is None and model.compiled and self.num_stages > 1
+        if foreign and model not in self._told:
+            self._told.add(model)
+            warnings.warn(
+                f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on one "
+                "device, without stages. To pipeline it, make it inside `strategy.scope()`.",
+                stacklevel=2,
+            )
 
     def _call_pipeline(
         self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
