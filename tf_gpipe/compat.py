@@ -202,12 +202,11 @@ MOMENTS = "_moments"
 """The method of `keras.layers.BatchNormalization` that takes the statistics of its input, given `(inputs, mask)`."""
 
 _KERAS_METHODS = {
-    (kind, name): getattr(kind, name)
-    for kind, names in (
-        (keras.layers.BatchNormalization, ("call", MOMENTS)),
-        (keras.layers.Conv2D, ("call", "convolution_op")),
-    )
-    for name in names
+    kind: {name: getattr(kind, name) for name in names}
+    for kind, names in {
+        keras.layers.BatchNormalization: ("call", MOMENTS),
+        keras.layers.Conv2D: ("call", "convolution_op"),
+    }.items()
 }
 
 
@@ -215,8 +214,7 @@ def runs_as_in_keras(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
     """Whether no subclass, decorator or instance has changed what a layer of a kind does with its input."""
     return isinstance(layer, kind) and all(
         getattr(type(layer), name) is method and name not in vars(layer)
-        for (of, name), method in _KERAS_METHODS.items()
-        if of is kind
+        for name, method in _KERAS_METHODS[kind].items()
     )
 
 

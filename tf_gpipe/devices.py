@@ -183,14 +183,14 @@ def _known_devices(devices: Sequence[str]) -> list[str]:
             raise DeviceError(f"Expected a device name such as '/GPU:0' or '/CPU:1'. Received: {name!r}.") from error
         matches = [full for full in there if _matches(tf.DeviceSpec.from_string(full), wanted)]
         if not matches or wanted.device_type is None:
-            needed = max(len(devices), 1 + (wanted.device_index or 0))
-            kind = f" Call `tf_gpipe.set_logical_cpus({needed})` at the beginning of the program to make logical "
-            kind += "CPU devices."
-            if wanted.device_type != "CPU":
-                kind = (
-                    " Leave `devices` out to take what there is; `python -m tf_gpipe doctor` looks for what is missing."
-                )
-            raise DeviceError(f"Expected a device that TensorFlow knows: {there}. Received: {name!r}.{kind}")
+            if wanted.device_type == "CPU":
+                needed = max(len(devices), 1 + (wanted.device_index or 0))
+                advice = f"Call `tf_gpipe.set_logical_cpus({needed})` at the beginning of the program to make logical "
+                advice += "CPU devices."
+            else:
+                advice = "Leave `devices` out to take what there is; `python -m tf_gpipe doctor` looks for what is "
+                advice += "missing."
+            raise DeviceError(f"Expected a device that TensorFlow knows: {there}. Received: {name!r}. {advice}")
         known.append(matches[0])
     return known
 

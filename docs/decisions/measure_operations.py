@@ -24,6 +24,7 @@ CONVOLUTIONS = ((32, 16, 16), (16, 64, 64), (8, 256, 128), (4, 512, 256))  # hei
 NORMS = ((32, 16), (16, 64), (8, 128), (4, 256))  # height and width, channels
 VALUES = ((4096, 64), (131072, 64), (131072, 1))  # values of a channel, channels
 IMAGES = (128, 16)
+AXES = [0, 1, 2]  # that a channel's values are along
 RUNS = 8
 
 Operation = Callable[..., tf.Tensor]
@@ -70,23 +71,29 @@ def passes(of: Operation) -> dict[str, Operation]:
     return {"forward": lambda x, kernel, d: of(x, kernel), "d inputs": gradient(0), "d filters": gradient(1)}
 
 
+def normalised(layer: keras.layers.BatchNormalization, x: tf.Tensor, *, fused: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """Outputs and variance of a training pass of batch norm, by one operation or by Keras's."""
+    if fused:
+        outputs, _, variance, _ = fused_batch_norm.normalise(layer, x)
+        return outputs, variance
+    mean, variance = keras.ops.moments(x, axes=AXES)
+    gamma, beta = layer.gamma.value, layer.beta.value
+    return keras.ops.batch_normalization(x, mean, variance, -1, beta, gamma, layer.epsilon), variance
+
+
 def norms(channels: int, *, fused: bool) -> dict[str, Operation]:
     """A training pass of batch norm, alone and with its gradients."""
     layer = keras.layers.BatchNormalization()
     layer.build([None, None, None, channels])
-    gamma, beta = layer.gamma.value, layer.beta.value
 
     def forward(x: tf.Tensor, d: tf.Tensor) -> tf.Tensor:
-        if fused:
-            return fused_batch_norm.normalise(layer, x)[0]
-        mean, variance = keras.ops.moments(x, axes=[0, 1, 2])
-        return keras.ops.batch_normalization(x, mean, variance, -1, beta, gamma, layer.epsilon)
+        return normalised(layer, x, fused=fused)[0]
 
     def both(x: tf.Tensor, d: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = forward(x, d)
-        return tape.gradient(y, [x, gamma, beta], output_gradients=d)
+        return tape.gradient(y, [x, layer.gamma.value, layer.beta.value], output_gradients=d)
 
     return {"forward": forward, "forward and gradients": both}
 
@@ -95,18 +102,13 @@ def errors(values: int, channels: int) -> str:
     """Cells of a table: largest relative error of the variance and of the gradient of beta, one way and the other."""
     size = [values // 64, 8, 8, channels]
     x, d = (tf.random.stateless_normal(size, seed=[1, seed], mean=mean) for seed, mean in ((1, 1.0), (2, 0.1)))
-    axes = [0, 1, 2]
-    exact = [tf.math.reduce_variance(tf.cast(x, tf.float64), axes), tf.reduce_sum(tf.cast(d, tf.float64), axes)]
+    exact = [tf.math.reduce_variance(tf.cast(x, tf.float64), AXES), tf.reduce_sum(tf.cast(d, tf.float64), AXES)]
     layer = keras.layers.BatchNormalization()
     layer.build(size)
 
     def of(fused: bool) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
-            if fused:
-                outputs, _, variance, _ = fused_batch_norm.normalise(layer, x)
-            else:
-                mean, variance = keras.ops.moments(x, axes=axes)
-                outputs = keras.ops.batch_normalization(x, mean, variance, -1, layer.beta.value, layer.gamma.value)
+            outputs, variance = normalised(layer, x, fused=fused)
         return [variance, tape.gradient(outputs, layer.beta.value, output_gradients=d)]
 
     found = [[tf.cast(part, tf.float64) for part in tf.function(of)(fused)] for fused in (False, True)]
@@ -125,7 +127,7 @@ def compare(ways: Sequence[dict[str, Operation]], shapes: Sequence[Sequence[int]
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the three tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats

@@ -239,6 +239,11 @@ THREAD_PER_STAGE = {"cores": 2, "intra": 1, "inter": 2}
 TWO_CORES = {"cores": 2, "intra": 2, "inter": 2}
 
 
+def both_cores(variant: dict) -> dict:
+    """Two cores for a configuration: a thread for each stage, or two in and between plain Keras's operations."""
+    return THREAD_PER_STAGE if variant.get("stages") else TWO_CORES
+
+
 def config(options: Options, model: str, threads: dict, sizes: dict | None = None, **more) -> dict:
     """A configuration for worker.py; without `stages` it is plain Keras."""
     sizes = sizes or settings(model, options.quick)

@@ -7,7 +7,19 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from common import MIB, NARROW, THREAD_PER_STAGE, TWO_CORES, Options, Report, Row, interleaved, maker, settings
+from common import (
+    MIB,
+    NARROW,
+    THREAD_PER_STAGE,
+    TWO_CORES,
+    Options,
+    Report,
+    Row,
+    both_cores,
+    interleaved,
+    maker,
+    settings,
+)
 
 # TensorFlow's own allocator keeps what was freed; with these, the resident size is what is in use.
 HONEST_MEMORY = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
@@ -25,8 +37,7 @@ def startup(options: Options) -> Report:
     best: dict[str, dict] = {}
     for _ in range(options.repeats):
         for name, more in variants.items():
-            cores = THREAD_PER_STAGE if more else TWO_CORES
-            with maker(options, "transformer", cores, sizes=sizes, steps=1, **more)() as worker:
+            with maker(options, "transformer", both_cores(more), sizes=sizes, steps=1, **more)() as worker:
                 seen = {**worker.first, "later": worker.measure()["seconds"]}
                 if more.get("micro_batches", counts[0]) == counts[0]:  # each size is one more first step
                     for size in (2, 3):

@@ -11,6 +11,7 @@ from common import (
     Report,
     Row,
     Worker,
+    both_cores,
     interleaved,
     maker,
     settings,
@@ -58,7 +59,8 @@ def overhead(options: Options) -> Report:
     def add(name: str, plain: float, pipeline: float, parts: float, limit: float | None) -> None:
         values = {"plain, s": plain, "parts, s": parts, "pipeline, s": pipeline}
         values |= {"× parts": pipeline / parts, "× plain": pipeline / plain}
-        rows.append(Row(name, values) if limit is None else Row(name, values).require("× plain", "≤", limit))
+        row = Row(name, values)
+        rows.append(row if limit is None else row.require("× plain", "≤", limit))
 
     def parts(model: str, count: int, gradients: bool):
         return maker(options, model, ONE_CORE, parts=count, gradients=gradients)
@@ -156,7 +158,7 @@ def input_pipeline(options: Options) -> Report:
     rows, steps = [], options.pick(25, 2)
     kinds = {"plain Keras": {}, "K=2": {"stages": 2, "micro_batches": 8}}
     for name, more in kinds.items():
-        with maker(options, "transformer", THREAD_PER_STAGE if more else TWO_CORES, **more)() as worker:
+        with maker(options, "transformer", both_cores(more), **more)() as worker:
             step = min(worker.measure()["seconds"] for _ in range(options.repeats))
             for prefetch in (2, 0):
                 slow = {"steps": steps, "input_seconds": step, "prefetch": prefetch}
@@ -200,9 +202,8 @@ def jit(options: Options) -> Report:
                 key = f"{label}, K={stages} M={count} {remat}"
                 variants[key] = {"stages": stages, "micro_batches": count, "remat": remat}
         for name, more in variants.items():
-            cores = THREAD_PER_STAGE if more else TWO_CORES
             more = {"sizes": sizes, **more}
-            makers = {jit: maker(options, model, cores, jit=jit, **more) for jit in (False, True)}
+            makers = {jit: maker(options, model, both_cores(more), jit=jit, **more) for jit in (False, True)}
             best = interleaved(makers, options.repeats)
             without, compiled = best[False]["seconds"], best[True]["seconds"]
             values = {"without, s": without, "XLA, s": compiled, "times as fast": without / compiled}
