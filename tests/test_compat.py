@@ -19,6 +19,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 import tf_gpipe
 from tf_gpipe import compat
+from tf_gpipe.errors import ModelError
 
 PACKAGE = Path(tf_gpipe.__file__).parent
 MODULES = sorted(PACKAGE.glob("*.py"))
@@ -595,6 +596,51 @@ def test_move_variable_of_every_kind(dtype):
     assert variable.device.endswith("CPU:1")
     assert (variable.dtype, variable.trainable, variable.shape) == (tf.as_dtype(dtype), False, [2])
     assert tf.cast(variable, "int32").numpy().tolist() == [0, 1]
+
+
+def test_users_of_handles_are_traced_again_or_keep_them():
+    moved, read, seen = tf.Variable(2.0), tf.Variable(3.0), tf.Variable(5.0)
+    traces = []
+
+    @tf.function
+    def double():
+        traces.append(1)
+        return moved * 2.0
+
+    assert float(double()) == 4.0
+    concrete = double.get_concrete_function()
+    data = tf.data.Dataset.range(1).map(lambda _: read * 1.0)
+    handles = [v.handle for v in (moved, read, seen)]
+    with tf.GradientTape() as tape:
+        loss = seen * 2.0
+        users = compat.HandleUsers(handles)
+    assert [users.must_stay(handle) for handle in handles] == [False, True, True]
+    compat.move_variable(moved, "/CPU:3")
+    users.trace_again([(handles[0], "mine")])
+    assert float(double()) == 4.0
+    assert len(traces) == 2
+    with pytest.raises(ModelError, match="knows 'mine' where it was"):
+        concrete()
+    assert [float(value) for value in data] == [3.0]
+    assert float(tape.gradient(loss, seen)) == 2.0
+
+
+def test_a_trace_under_way_keeps_the_handles_that_it_has_captured():
+    early, late = tf.Variable(1.0), tf.Variable(1.0)
+    found = []
+
+    @tf.function
+    def outer():
+        @tf.function
+        def inner(x):
+            users = compat.HandleUsers([early.handle, late.handle])
+            found.append((users.must_stay(early.handle), users.must_stay(late.handle)))
+            return x
+
+        return inner(early + 1.0)
+
+    outer()
+    assert found == [(True, False)]
 
 
 def test_the_optimizer_still_knows_a_moved_variable():

@@ -32,12 +32,16 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `TFOptimizer` | which functions of Keras's optimizers only update variables, one after the other |
 | `Variable._regularizer` | a weight's regulariser is taken where the weight is |
 | handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
+| `Function` and its `_function_cache` | a function that knows a variable where it was is to be traced again |
+| `ConcreteFunction` and its `_captured_inputs` | what knows it there; what cannot be traced again must say so |
+| `StructuredFunctionWrapper` | a `tf.data` pipeline that knows a variable keeps it where it is |
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import re
 import sys
 import threading
@@ -58,9 +62,12 @@ from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import compiler_ir
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
@@ -299,7 +306,7 @@ class ElsewhereScope(keras.StatelessScope):
         """Called by `variable.value` inside the scope; None for the variable itself."""
         if id(variable) in self._given:
             return self._given[id(variable)]
-        if not _is_on(raw_variable(variable).device, self._device):
+        if not is_on(raw_variable(variable).device, self._device):
             self.missing[id(variable)] = variable
         return None
 
@@ -567,10 +574,11 @@ def add_note(error: BaseException, note: str) -> None:
 
 def uses_only(function: Any, device: str) -> bool:
     """Whether all variables that a traced function uses are on a device."""
-    return all(_is_on(t.device, device) for t in function.captured_inputs if t.dtype == tf.resource)
+    return all(is_on(t.device, device) for t in function.captured_inputs if t.dtype == tf.resource)
 
 
-def _is_on(full_name: str, device: str) -> bool:
+def is_on(full_name: str, device: str) -> bool:
+    """Whether a full name of a device is that of `device`, which may leave parts out."""
     here = tf.DeviceSpec.from_string(full_name)
     return bool(here.make_merged_spec(tf.DeviceSpec.from_string(device)) == here)
 
@@ -644,10 +652,10 @@ def move_variable(variable: tf.Variable, device: str) -> None:
     """Moves a variable to another device in place.
 
     The Python object stays, and with it everything that knows it: optimizer slots, checkpoints, exports, the user's
-    references. Functions traced before know the old copy; it is left without a value, so that they fail where they
-    would go on with weights that nobody trains. Place a model before tracing functions of your own.
+    references. The old copy is left without a value, to free its memory; for those who know its handle, see
+    `HandleUsers`.
     """
-    if _is_on(variable.device, device):
+    if is_on(variable.device, device):
         return
     with tf.init_scope(), tf.device(device):
         # `tf.Variable` would ask the strategy where to put it.
@@ -656,6 +664,83 @@ def move_variable(variable: tf.Variable, device: str) -> None:
         tf.raw_ops.AssignVariableOp(resource=variable._handle, value=tf.zeros([0], variable.dtype))
     variable._handle = copy._handle
     variable._graph_key = copy._graph_key
+
+
+class HandleUsers:
+    """What got hold of the handles of variables, as far as it lives: traced functions, pipelines of `tf.data`, tapes.
+
+    The garbage collector knows all functions. No list of TensorFlow's has them, and only functions that began before a
+    variable was moved matter, so that nothing has to be noted while they are traced.
+
+    Args:
+        handles: the handles.
+    """
+
+    def __init__(self, handles: Sequence[tf.Tensor]) -> None:
+        wanted = {id(handle): handle for handle in handles}
+        self._functions: list[Function] = []
+        self._concrete: list[ConcreteFunction] = []
+        self._kept: set[int] = set()
+        users = (Function, ConcreteFunction, StructuredFunctionWrapper)
+        kinds: dict[type, type | None] = {}  # asking each object for its class could run a lazy module's code
+        for found in gc.get_objects():
+            of = type(found)
+            if of not in kinds:
+                kinds[of] = next((kind for kind in users if issubclass(of, kind)), None)
+            kind = kinds[of]
+            if kind is Function:
+                self._functions.append(found)
+            elif kind is ConcreteFunction and wanted.keys() & _captured_by(found):
+                self._concrete.append(found)
+            elif kind is StructuredFunctionWrapper:
+                self._kept |= wanted.keys() & _captured_by(vars(found).get("_function"))
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:  # what is being traced, from the inside out
+            self._kept |= wanted.keys() & set(map(id, getattr(graph, "external_captures", ())))
+            graph = getattr(graph, "outer_graph", None)
+        self._kept |= {key for key, handle in wanted.items() if is_watched([handle])}
+
+    def must_stay(self, handle: tf.Tensor) -> bool:
+        """Whether something goes on with a handle that cannot learn of another: a trace, a tape, a `tf.data` pipeline.
+
+        Of two traces under way in different threads, only the caller's is known.
+        """
+        return id(handle) in self._kept
+
+    def trace_again(self, retired: Sequence[tuple[tf.Tensor, str]]) -> None:
+        """Has functions traced again that know retired handles, when they are next called.
+
+        Args:
+            retired: handles, each with the path of its variable.
+        """
+        paths = {id(handle): path for handle, path in retired}
+        stale = {id(function) for function in self._concrete if paths.keys() & _captured_by(function)}
+        for function in self._functions if stale else []:
+            with function._lock:
+                if any(id(traced) in stale for traced in function._function_cache.values()):
+                    function._function_cache.clear()
+        for traced in self._concrete:
+            captured = vars(traced)["_captured_inputs"]
+            known = [_refuse_stale(traced.name, paths[id(t)]) if id(t) in paths else t for t in captured]
+            traced._captured_inputs = known
+
+
+def _captured_by(function: Any) -> set[int]:
+    """Identities of the tensors that a concrete function captured."""
+    return {id(tensor) for tensor in getattr(function, "_captured_inputs", ())}
+
+
+def _refuse_stale(name: str, path: str) -> Callable[[], tf.Tensor]:
+    """What stands for a captured handle in a concrete function, which asks for it when it is called."""
+
+    def refuse() -> tf.Tensor:
+        raise ModelError(
+            f"Expected a function that was traced after its variables were placed. Received: the concrete function "
+            f"'{name}', which knows '{path}' where it was before. Call `strategy.place(model)` first, and then "
+            "`get_concrete_function`; a `tf.function` itself is traced again without that."
+        )
+
+    return refuse
 
 
 def watch_assignments(variables: Sequence[tf.Variable]) -> Callable[[], list[tf.Variable]]:

@@ -421,7 +421,12 @@ def _follow(
         losses.extend(AddLoss(model)(tensor) for tensor in tree.flatten(loss))
 
     try:
-        with compat.call_context(model, training), compat.replaced(model, "add_loss", add_loss):
+        # A tape would take the variables that shapes are found with for used.
+        with (
+            compat.stop_recording(),
+            compat.call_context(model, training),
+            compat.replaced(model, "add_loss", add_loss),
+        ):
             outputs = call(symbolic, **known)
         flat = tree.flatten(outputs)
         if not flat or not all(isinstance(tensor, keras.KerasTensor) for tensor in flat):

@@ -35,6 +35,39 @@ def is_built(model: keras.Model) -> bool:
     return bool(model.built) and not is_open
 
 
+def models_inside(model: keras.Model) -> list[keras.Model]:
+    """Models that a model holds, at any depth of attributes, lists and dicts; those that hold others of them first."""
+    found: dict[int, keras.Model] = {}
+    seen = {id(model)}
+    waiting = _held_by(model)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, keras.Model):
+            found[id(value)] = value
+        waiting += _held_by(value)
+    inside = {key: {id(layer) for layer in compat.flatten_layers(part)} for key, part in found.items()}
+    return sorted(found.values(), key=lambda part: sum(id(part) in layers for layers in inside.values()))
+
+
+_OPAQUE = ("tensorflow", "numpy", "tf_gpipe", "weakref", "threading", "builtins")
+"""Libraries whose objects hold no model of the user's that a step could call."""
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a value holds: the parts of a container, the attributes of an object; nothing for tensors and graphs."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    leaf = isinstance(value, type | keras.Variable | keras.KerasTensor | compat.Node | keras.Optimizer)
+    if leaf or type(value).__module__.split(".")[0] in _OPAQUE:
+        return []
+    return [part for name, part in getattr(value, "__dict__", {}).items() if not name.startswith("_gpipe")]
+
+
 @contextlib.contextmanager
 def prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
     """Spares a model what Keras asks of it under strategies only: to be built by a call without `training`.

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, preparation, tracing
+from tf_gpipe import compat, model_graph, placement, preparation, tracing
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
@@ -31,9 +31,6 @@ from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
 from tf_gpipe.tasks import REMAT_MODES, Remat
 from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
-
-_placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
-"""Variables that a plan, of any strategy, has put where they are."""
 
 
 class GPipeStrategy(tf.distribute.Strategy):
@@ -111,6 +108,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
+        self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -146,17 +144,36 @@ class GPipeStrategy(tf.distribute.Strategy):
         return Scope(self, super().scope())
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
+        """Places a model, and models that it holds, as far as they can be planned before anything is traced."""
         _check_compiled(model)
         preparation.renew_if_compiled(model)
-        if not preparation.is_built(model):
+        self._place_waiting()
+        has_call = type(model).call is not keras.Model.call
+        if has_call and not preparation.is_built(model):
             return
         if compat.graph_of(model) is not None:
             self.place(model)
-        elif batch is not None:
+        elif has_call and batch is not None:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(ModelError):  # raised again where the model is called, if it is
                 self._pipeline(model, x, training=True)
-        _place_slots(model)  # those made since the variables were placed
+        for part in preparation.models_inside(model):
+            is_ready = compat.graph_of(part) is not None and preparation.is_built(part)
+            if is_ready and compat.strategy_of(part) is self and not placement.is_placed(part):
+                with contextlib.suppress(GPipeError):  # likewise
+                    self._pipeline(part, None, training=True)
+        placement.place_slots(model)  # those made since the variables were placed
+
+    def _place_waiting(self) -> None:
+        """Moves what could not be moved when its model was first called, and traces the stages anew for it."""
+        for model in list(self._waiting):
+            known = self._pipelines_of(model)
+            before = [v.value.device for v in model.weights]
+            left = [placement.place(pipeline.plan, model) for pipeline in known.values()]
+            if not any(left):
+                self._waiting.discard(model)
+            if [v.value.device for v in model.weights] != before:
+                known.update({key: pipeline.renewed() for key, pipeline in known.items()})
 
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
@@ -214,7 +231,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
         A function that was traced for the other model knows them there.
         """
-        kept = follow_variables(graph, self._devices, _placed) if self._partition == "flops" else None
+        kept = follow_variables(graph, self._devices, placement.placed) if self._partition == "flops" else None
         return kept or make_plan(graph, self._devices, self._partition)
 
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:
@@ -226,6 +243,10 @@ class GPipeStrategy(tf.distribute.Strategy):
         Args and errors: as `plan`; the model must have been made under this strategy's scope.
         """
         self._check_own(model)
+        self._place_waiting()
+        known = self._pipelines_of(model)
+        if inputs is None and compat.graph_of(model) is None and known:
+            return next(iter(known.values())).plan  # it has been followed, and placed, in a call
         return self._pipeline(model, inputs, training=True).plan
 
     def trace(self, model: keras.Model, batch: tuple[Any, ...]) -> Timeline:
@@ -288,7 +309,10 @@ class GPipeStrategy(tf.distribute.Strategy):
             pipeline = Pipeline(
                 plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile
             )
-            self._place_variables(plan, model)
+            waiting = placement.place(plan, model)
+            if waiting and model not in self._waiting:
+                self._waiting.add(model)
+                placement.tell_of_waiting(model, waiting)
             if graph is not None:
                 known.clear()  # an older graph of the same model: layers were added
             known[key] = pipeline
@@ -299,24 +323,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         # Kept by the model, since a pipeline refers to its model: kept by the strategy, neither would ever be freed.
         preparation.renew_if_compiled(model)
         return model.__dict__.setdefault("_gpipe_pipelines", weakref.WeakKeyDictionary()).setdefault(self, {})
-
-    def _place_variables(self, plan: Plan, model: keras.Model) -> None:
-        """Moves each variable to the device of the first stage that uses it, and its optimizer slots with it.
-
-        One that was placed before stays: functions that were traced since know it where it is. So do the functions of a
-        saved model, whose variables stay where they were loaded.
-        """
-        for stage in plan.stages:
-            saved = [
-                layer for step in stage.steps for layer in step.layers if isinstance(layer, keras.layers.TFSMLayer)
-            ]
-            loaded = {id(v) for layer in saved for v in layer.variables}
-            for variable in stage.variables:
-                raw = compat.raw_variable(variable)
-                if id(raw) not in _placed and id(variable) not in loaded:
-                    compat.move_variable(raw, stage.device)
-                    _placed[id(raw)] = raw
-        _place_slots(model)
 
     def _call_model(
         self, during_run: contextlib.ExitStack, model: keras.Model, plain: Callable[..., Any], args: Any, kwargs: Any
@@ -351,6 +357,8 @@ class GPipeStrategy(tf.distribute.Strategy):
                 stacklevel=2,
             )
 
+    # In a `tf.function` of the user's, AutoGraph would rewrite the library's code.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _call_pipeline(
         self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
     ) -> Any:
@@ -370,13 +378,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
-
-
-def _place_slots(model: keras.Model) -> None:
-    """Moves the slots that a model's optimizer has made to the devices of their weights."""
-    optimizer = getattr(model, "optimizer", None)
-    for weight, slot in compat.slots_of(optimizer) if optimizer is not None else ():
-        compat.move_variable(compat.raw_variable(slot), compat.raw_variable(weight).device)
 
 
 def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:
