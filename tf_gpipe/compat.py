@@ -716,9 +716,8 @@ class HandleUsers:
         paths = {id(handle): path for handle, path in retired}
         stale = {id(function) for function in self._concrete if paths.keys() & _captured_by(function)}
         for function in self._functions if stale else []:
-            with function._lock:
-                if any(id(traced) in stale for traced in function._function_cache.values()):
-                    function._function_cache.clear()
+            if any(id(traced) in stale for traced in function._function_cache.values()):
+                function._function_cache.clear()  # without its lock: a thread that holds it may wait for this one
         for traced in self._concrete:
             captured = vars(traced)["_captured_inputs"]
             known = [_refuse_stale(traced.name, paths[id(t)]) if id(t) in paths else t for t in captured]
