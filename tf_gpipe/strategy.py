@@ -111,6 +111,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
+        self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -286,7 +287,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             if graph is None and (known or not training):
                 plan = follow(model_graph.build(model, inputs, training), plan)
             pipeline = Pipeline(
-                plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile
+                plan,
+                num_micro_batches=self._num_micro_batches,
+                remat=self._remat,
+                jit_compile=self._jit_compile,
+                told=self._told_of_state,
             )
             self._place_variables(plan, model)
             if graph is not None:
