@@ -1,6 +1,5 @@
 """State that layers move in `call`: once a mini-batch where no data move it, else once a micro-batch."""
 
-import functools
 import warnings
 
 import keras

@@ -41,9 +41,9 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split
     into M micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are
-    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which
-    normalises each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1
-    these are the same too.
+    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, with three exceptions: batch
+    norm normalises each micro-batch with its own statistics; random layers draw per micro-batch; state that a layer
+    moves by its data in `call` moves once a micro-batch (a warning says so). With M = 1 these are the same too.
 
     Args:
         num_stages: K, at least 1. Default: the number of GPUs, else of logical CPU devices.
