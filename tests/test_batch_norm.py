@@ -399,6 +399,7 @@ def renorm_model(**arguments):
     return keras.Sequential([keras.Input([6]), L.Dense(5), norm, L.ReLU(), L.Dense(2)])
 
 
+@pytest.mark.filterwarnings("ignore:.*/renorm_.* in its `call`")
 @pytest.mark.parametrize(("num_micro_batches", "remat"), [(1, "always"), (3, "always"), (3, "never")])
 def test_with_renorm_each_micro_batch_continues_from_the_one_before(num_micro_batches, remat):
     x, y = data_for("dense", 29)

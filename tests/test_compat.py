@@ -128,6 +128,14 @@ def test_seed_generators_of_a_layer():
     assert isinstance(compat.global_seed_generator().state, keras.Variable)
 
 
+def test_the_state_of_a_seed_generator_is_known_by_its_name():
+    generators = [keras.random.SeedGenerator(1), keras.random.SeedGenerator(1, name="mine")]
+    states = [g.state for g in generators] + [compat.global_seed_generator().state]
+    states += compat.own_seed_states(keras.layers.Dropout(0.5, seed=1, name="drop"))
+    assert [compat.is_seed_state(v) for v in states] == [True] * 4
+    assert not compat.is_seed_state(keras.Variable([1, 2], dtype="int32", name="state"))
+
+
 def test_layers_inside_a_layer():
     inner = keras.layers.LSTM(2)
     outer = keras.layers.Bidirectional(inner)
@@ -738,6 +746,16 @@ def test_all_operations_looks_into_functions():
     assert "Sin" in kinds
     assert "AddV2" in kinds
     assert "Sin" not in [op.type for op in outer.graph.get_operations()]
+
+
+def test_the_graph_of_a_function_that_is_called():
+    outer = tf.function(lambda x: tf.cond(x > 0, lambda: tf.math.sin(x), lambda: x))
+    graph = outer.get_concrete_function(tf.TensorSpec([])).graph
+    (call,) = (op for op in graph.get_operations() if "If" in op.type)
+    branch = compat.function_graph(graph, call.get_attr("then_branch").name)
+    assert "Sin" in [op.type for op in branch.get_operations()]
+    assert len(branch.inputs) == len(call.inputs) - 1
+    assert compat.function_graph(graph, "no_such_function") is None
 
 
 def test_a_timestamp_waits_for_its_control_inputs_only():

@@ -589,6 +589,7 @@ def assert_trained(name: str, run: Run) -> None:
     assert len(set(run.losses[name])) > 1
 
 
+@pytest.mark.filterwarnings("ignore:.*/renorm_.* in its `call`")
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_alone_on_the_middle_stage_trains_as_in_plain_keras(name: str) -> None:
     case = CASES[name]

@@ -146,6 +146,8 @@ class StageBody:
                 try:
                     step.run(made, training)
                 except Exception as error:
+                    for owner in step.loss_owners:
+                        compat.losses_of(owner).difference_update(map(id, scope.losses))
                     where = f"in operation '{step.name}' of stage {plan.index} of '{plan.graph.model.name}'"
                     compat.add_note(error, where)
                     raise

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tf_gpipe import compat, state, tracing
 from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
+from tf_gpipe.dependence import moved_by_data
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref
@@ -109,6 +110,7 @@ class Call:
             self.stages = self.pipeline.stages
             self._trace(recording, keep=bool(kept))
         self._refuse_forward_mode()
+        self.states = state.StateValues(self._moved_once())
         with compat.stop_recording():
             self._normalise_kernels()
             self._run_forward(kept)
@@ -192,7 +194,6 @@ class Call:
 
     @sharing_handles()
     def _run_forward(self, kept: set[int]) -> None:
-        states = state.StateValues()
         tasks = [task for task in self.schedule.order() if task.kind == "forward" and self.stages]
         # Any order in which inputs are there will do: what runs when is decided by data and control dependencies.
         for task in sorted(tasks, key=lambda task: (task.micro_batch, task.stage)):
@@ -201,18 +202,32 @@ class Call:
             refs = signature.inputs
             arrived = components([source[ref, m] for source in (self.values, self.masks) for ref in refs])
             with self.placed(task, arrived=arrived):
-                given = states.read(forward.given.variables)
+                given = self.states.read(forward.given.variables, m)
                 flat = flatten_inputs([self.values[r, m] for r in refs], [self.masks[r, m] for r in refs], given)
                 recorded = stage.recorded(signature, self.wanted(signature)) if m in kept else None
                 if recorded is not None and stage.keeps(recorded):
                     forward = recorded.kept_forward
                 result = forward.take(forward.function(*flat))
-                states.write(forward.given.states, result.states, self.rows, m)
+                self.states.write(forward.given.states, result.states, self.rows, m)
             self.note_done(task, result.values)
             self.results[task], self.flat_inputs[task] = result, flat
             self.values.update({(ref, m): value for ref, value in zip(forward.outputs, result.values, strict=True)})
             self.masks.update({(ref, m): mask for ref, mask in zip(forward.outputs, result.masks, strict=True)})
-        self.states = states
+
+    def _moved_once(self) -> set[int]:
+        """Identities of the state that no data move, so that it moves once for the mini-batch; warns of the rest."""
+        given = {id(v): v for f in self.forwards for v in f.given.states if not compat.is_seed_state(v)}
+        if len(self.rows) == 1 or not given:
+            return set()
+        pairs = list(zip(self.stages, self.signatures, strict=True))
+        moved, reasons = moved_by_data(
+            [stage.dependence(signature) for stage, signature in pairs],
+            self.graph.inputs,
+            set(given),
+            lambda k: pairs[k][0].dependence(pairs[k][1], any_rows=True),
+        )
+        self.pipeline.tell_of_moved([given[key] for key in given if key in moved], len(self.rows), reasons)
+        return set(given) - moved
 
     def wanted(self, signature: Signature) -> tuple[bool, ...]:
         """For each input of a stage, whether its gradient is of use."""

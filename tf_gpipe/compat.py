@@ -10,6 +10,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `get_keras_mask`, `set_keras_mask` | masks are attributes of tensors, lost at every function boundary |
 | `_keras_logits` | so are the logits of a softmax, from which a crossentropy is taken |
 | `Layer._trainable_variables` | weights that are frozen now, apart from state |
+| the name `seed_generator_state` | draws are for each micro-batch, whoever owns the seed generator |
 | `compute_output_spec` | builds a model from shapes alone, as Keras does under strategies |
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
@@ -23,6 +24,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `get_read_write_resource_inputs` | whether an operation assigns a variable |
 | `experimental_acd_manager` | timestamps, and calls without variables, would wait for each other on all stages |
 | the name scope `loop_body` | a vectorised loop is made anew from its body, without what the result does not need |
+| `Graph._functions` | what branches, loops and functions of a traced stage do, for its effects and its state |
 | `compiler_ir` | whether XLA can take a function that is traced already |
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
@@ -157,6 +159,11 @@ def standardize_inputs(graph: Functional, inputs: Structure) -> list[tf.Tensor |
 def own_seed_states(layer: keras.Layer) -> list[keras.Variable]:
     """States of the seed generators that a layer itself owns."""
     return [generator.state for generator in layer._seed_generators]
+
+
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a seed generator, of whatever owner, or of none."""
+    return variable.name == "seed_generator_state"
 
 
 def flatten_layers(operation: keras.Operation) -> list[keras.Layer]:
@@ -848,6 +855,11 @@ def all_operations(graph: tf.Graph) -> Iterator[tf.Operation]:
         inner = getattr(graph._functions[name], "graph", None)
         if inner is not None and inner is not graph:
             yield from all_operations(inner)
+
+
+def function_graph(graph: tf.Graph, name: str) -> Any:
+    """The graph of a function that an operation of a graph calls; None where there is none, as after loading."""
+    return getattr(graph._functions.get(name), "graph", None)
 
 
 def has_control_flow(graph: tf.Graph) -> bool:

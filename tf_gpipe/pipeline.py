@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tf_gpipe import compat
+import keras
+
+from tf_gpipe import compat, state
 from tf_gpipe.call import Call, PipelineOutput
 from tf_gpipe.model_graph import Ref, check_splittable
 from tf_gpipe.plan import Plan
@@ -30,14 +33,24 @@ class Pipeline:
         num_micro_batches: M.
         remat: which micro-batches recompute their activations in the backward pass.
         jit_compile: whether XLA compiles the stages; "auto" to try it in the first call that trains on known shapes.
+        told: layers whose state is known to be moved by the data; those that are found are added.
     """
 
-    def __init__(self, plan: Plan, *, num_micro_batches: int, remat: Remat, jit_compile: bool | str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        num_micro_batches: int,
+        remat: Remat,
+        jit_compile: bool | str,
+        told: weakref.WeakSet[keras.Layer],
+    ) -> None:
         check_splittable(plan.graph, num_micro_batches)
         self.plan = self._given = plan
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
+        self._told = told
         self.stages = self._make_stages(compiled=jit_compile is True)
 
     def _make_stages(self, *, compiled: bool) -> list[Stage]:
@@ -91,8 +104,27 @@ class Pipeline:
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""
         plan = self._given if self.jit_compile == "auto" else self.plan
-        count = self.num_micro_batches
-        return Pipeline(plan, num_micro_batches=count, remat=self.remat, jit_compile=self.jit_compile)
+        count, jit_compile = self.num_micro_batches, self.jit_compile
+        return Pipeline(plan, num_micro_batches=count, remat=self.remat, jit_compile=jit_compile, told=self._told)
+
+    def tell_of_moved(
+        self, variables: Sequence[keras.Variable], num_micro_batches: int, reasons: Sequence[str]
+    ) -> None:
+        """Warns, once for each layer, of state that the data move in each micro-batch."""
+        of_layer: dict[keras.Layer, list[keras.Variable]] = {}
+        for variable in variables:
+            of_layer.setdefault(self._owner(variable), []).append(variable)
+        for layer, moved in of_layer.items():
+            if layer not in self._told:
+                self._told.add(layer)
+                state.warn_of_state_moved_by_data(layer, moved, num_micro_batches, reasons)
+
+    def _owner(self, variable: keras.Variable) -> keras.Layer:
+        """The innermost layer that holds a variable, in a metric, perhaps; the model, for a variable of no layer."""
+        layers = [layer for step in self.plan.graph.steps for layer in step.layers]
+        held = {layer: [*layer.variables, *layer.metrics_variables] for layer in layers}
+        owners = [layer for layer in reversed(held) if any(v is variable for v in held[layer])]
+        return min(owners, key=lambda layer: len(held[layer]), default=self.plan.graph.model)
 
     def __call__(self, inputs: Sequence[Value | None], training: bool | None) -> PipelineOutput:
         """Runs the model on a mini-batch.

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tf_gpipe import compat, moments, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
+from tf_gpipe.dependence import Dependence, of_any_rows
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
@@ -60,6 +61,7 @@ class Stage:
         self._recorded: dict[tuple[Signature, tuple[bool, ...]], Recorded | None] = {}
         self._backwards: dict[BackwardKind, Backward] = {}
         self._seconds: dict[Any, Backward] = {}
+        self._dependences: dict[tuple[Signature, tuple[int, ...]], Dependence] = {}
         self._known: dict[bool | None, tuple[dict[int, keras.Variable], dict[int, keras.Variable]]] = {}
 
     @property
@@ -130,6 +132,41 @@ class Stage:
 
         given, function, made = self._trace_complete(signature, trace)
         return Forward.of(function, given, made)
+
+    def dependence(self, signature: Signature, *, any_rows: bool = False) -> Dependence:
+        """What the results of the forward function depend on.
+
+        Args:
+            signature: the kind of call.
+            any_rows: whether it is to hold for any number of rows. Where that number is known, and so a constant in the
+                function, the stage is traced once more.
+        """
+        kind = of_any_rows(signature, self.plan.graph.specs) if any_rows else signature
+        forward = self.forward(signature)
+        key = kind, tuple(map(id, forward.given.states))
+        if key not in self._dependences:
+            self._dependences[key] = (
+                Dependence.of(kind, forward) if kind == signature else self._traced_dependence(kind, signature)
+            )
+        return self._dependences[key]
+
+    def _traced_dependence(self, kind: Signature, signature: Signature) -> Dependence:
+        """As `dependence`, by a trace for a kind of call like another, for which the stage was traced before."""
+        forward, bodies = self.forward(signature), list[Body]()
+
+        def any_rows(*flat: tf.Tensor) -> list[tf.Tensor]:
+            values, masks, variables, _ = unflatten(flat, kind, forward.given)
+            bodies.append(self._run(kind, values, masks, forward.given, variables))
+            return bodies[-1].flat
+
+        try:
+            function = self._concrete(signature, any_rows, input_specs(kind, forward.given), called=True)
+        except Exception as error:  # the code of layers, which may count on the number of rows in any way
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            return Dependence.unknown(forward, f"{type(error).__name__}: {first_line}")
+        if not _is_complete(bodies[-1], forward.given):
+            return Dependence.unknown(forward, "other variables are used where the number of rows is not known")
+        return Dependence.of(kind, Forward.of(function, forward.given, bodies[-1]))
 
     def _trace_complete(
         self, signature: Signature, trace: Callable[[Given], tuple[Any, Body]]

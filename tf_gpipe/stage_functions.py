@@ -75,6 +75,7 @@ class Forward:
 
     Attributes:
         function: flat tensors in, flat tensors out.
+        graph: in which it was traced; what it gives comes first among the results.
         given: variables that it takes.
         outputs: refs of what comes out: the stage's outputs, and logits of such of them as have some.
         values, masks: kinds of these and of their masks.
@@ -86,6 +87,7 @@ class Forward:
     """
 
     function: Callable[..., list[tf.Tensor]]
+    graph: Any
     given: Given
     outputs: tuple[Ref, ...]
     values: tuple[Kind | None, ...]
@@ -101,6 +103,7 @@ class Forward:
         """For a function that runs a stage's operations, and what they gave when it was traced."""
         return cls(
             function,
+            function.graph,
             given,
             made.outputs,
             tuple(map(kind_of, made.values)),

@@ -1,8 +1,16 @@
 """What a stage takes and gives beside tensors: seeds and other variables that its layers assign.
 
 A stage is pure. Its layers run in a `keras.StatelessScope`: a variable they assign is an input of the stage's function
-and its new value an output, handed from micro-batch to micro-batch and assigned once, after the last. The
-recomputation of a micro-batch gets the same state as its forward pass, so that dropout draws the same mask. Seeds
+and its new value an output, assigned once, after the last micro-batch. How far it is handed on depends on what moves it
+(`dependence.py`):
+
+- a counter, a decay, an annealing coefficient, which no data move: from stage to stage of one micro-batch. Each
+  micro-batch begins with the value from before the step, so that it moves once a mini-batch, as in plain Keras.
+- a running centre, a metric, a count of rows, which the data move: from micro-batch to micro-batch. It moves once a
+  micro-batch; a warning says so, once for each layer.
+- seeds: from micro-batch to micro-batch, since random layers draw for each.
+
+The recomputation of a micro-batch gets the same state as its forward pass, so that dropout draws the same mask. Seeds
 belong to layers, so that results do not depend on the number of stages, and one micro-batch draws plain Keras's masks.
 
 Batch normalisation is the exception (`moments.py`). Spectral normalisation is another: a layer that assigns its kernel
@@ -14,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from collections.abc import Hashable, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,35 +36,68 @@ from tf_gpipe.micro_batch import Rows
 
 
 class StateValues:
-    """The newest value of each variable that is handed from micro-batch to micro-batch, and assigned after the last."""
+    """The newest value of each variable while a mini-batch goes through the stages.
 
-    def __init__(self) -> None:
-        self._variables: dict[int, keras.Variable] = {}
-        self._newest: dict[int, tf.Tensor] = {}
-        self._written: set[int] = set()
+    Args:
+        once: identities of variables that move once for the mini-batch. Each micro-batch moves them from where they
+            were; the first one's value is kept. All others are handed from micro-batch to micro-batch.
+    """
 
-    def read(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        """Values of variables; those that nothing was written for are read now."""
+    def __init__(self, once: Collection[int]) -> None:
+        self._once = frozenset(once)
+        self._before: dict[int, tf.Tensor] = {}
+        self._newest: dict[tuple[int, int], tf.Tensor] = {}
+        self._written: dict[int, keras.Variable] = {}
+
+    def _key(self, variable: keras.Variable, m: int) -> tuple[int, int]:
+        """Under which the newest value is kept: one for each micro-batch, or one for all, that of the first."""
+        return id(variable), m if id(variable) in self._once else 0
+
+    def read(self, variables: Sequence[keras.Variable], m: int) -> list[tf.Tensor]:
+        """Values of variables for micro-batch `m`; those that nothing was written for are read now."""
         for v in variables:
-            if id(v) not in self._newest:
-                self._variables[id(v)] = v
-                self._newest[id(v)] = compat.raw_variable(v).read_value()
-        return [self._newest[id(v)] for v in variables]
+            if id(v) not in self._before:
+                self._before[id(v)] = compat.raw_variable(v).read_value()
+        return [self._newest.get(self._key(v, m), self._before[id(v)]) for v in variables]
 
     def write(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], rows: Rows, m: int) -> None:
-        """Keeps what micro-batch `m` gave, unless it turns out to have no rows."""
-        for v, value in zip(variables, values, strict=True):
-            if not rows.is_static:
-                value = tf.where(tf.equal(rows.sizes[m], 0), self._newest[id(v)], value)
-            self._newest[id(v)] = value
-            self._written.add(id(v))
+        """Keeps what micro-batch `m` gave; if it turns out to have no rows, the data have moved nothing."""
+        for v, before, value in zip(variables, self.read(variables, m), values, strict=True):
+            if not rows.is_static and id(v) not in self._once:
+                value = tf.where(tf.equal(rows.sizes[m], 0), before, value)
+            self._newest[self._key(v, m)] = value
+            self._written[id(v)] = v
 
     def assign(self) -> None:
         """Assigns what was written."""
-        for key in [key for key in self._newest if key in self._written]:
-            raw = compat.raw_variable(self._variables[key])
+        for variable in self._written.values():
+            raw = compat.raw_variable(variable)
             with tf.device(raw.device):
-                raw.assign(self._newest[key])
+                raw.assign(self._newest[self._key(variable, 0)])
+
+
+def warn_of_state_moved_by_data(
+    owner: keras.Layer, variables: Sequence[keras.Variable], num_micro_batches: int, reasons: Sequence[str]
+) -> None:
+    """Warns of a layer whose state moves otherwise than in plain Keras.
+
+    Args:
+        owner: the layer.
+        variables: its state.
+        num_micro_batches: M.
+        reasons: why it could not be told whether state depends on the data, where that is so.
+    """
+    names = ", ".join(f"'{v.path}'" for v in variables[:3]) + (", …" if len(variables) > 3 else "")
+    known = "follows from the data"
+    if reasons:
+        known += f", or cannot be told not to ({'; '.join(reasons)})"
+    warnings.warn(
+        f"Layer '{owner.name}' moves {names} in its `call`, to a value that {known}. So it moves once for each of the "
+        f"{num_micro_batches} micro-batches, in order. Sums and counts over rows come out as in plain Keras; running "
+        "averages, and whatever counts calls, see micro-batches. Set num_micro_batches=1 for plain Keras's values, or "
+        "move the update into `train_step` or a callback.",
+        stacklevel=2,
+    )
 
 
 @contextlib.contextmanager

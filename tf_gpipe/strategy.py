@@ -38,9 +38,9 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     The model's chain of operations is cut into K balanced stages, each on its own device; every mini-batch is split
     into M micro-batches that stream through the stages; activations are recomputed in the backward pass; gradients are
-    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, but for batch norm, which
-    normalises each micro-batch with its own statistics, and random layers, which draw for each micro-batch; with M = 1
-    these are the same too.
+    summed and applied once. Results are those of plain Keras, for every K, M and `remat`, with three exceptions: batch
+    norm normalises each micro-batch with its own statistics; random layers draw per micro-batch; state that a layer
+    moves by its data in `call` moves once a micro-batch (a warning says so). With M = 1 these are the same too.
 
     Args:
         num_stages: K, at least 1. Default: the number of GPUs, else of logical CPU devices.
@@ -109,6 +109,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
+        self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -307,7 +308,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             if graph is None and (known or not training):
                 plan = follow(model_graph.build(model, inputs, training), plan)
             pipeline = Pipeline(
-                plan, num_micro_batches=self._num_micro_batches, remat=self._remat, jit_compile=self._jit_compile
+                plan,
+                num_micro_batches=self._num_micro_batches,
+                remat=self._remat,
+                jit_compile=self._jit_compile,
+                told=self._told_of_state,
             )
             waiting = placement.place(plan, model)
             if waiting and model not in self._waiting:

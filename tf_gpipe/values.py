@@ -40,6 +40,13 @@ def kind_of(value: Value | None, shape: Sequence[int | None] | None = None) -> K
     return (tf.SparseTensorSpec if isinstance(value, tf.SparseTensor) else tf.TensorSpec)(shape, value.dtype)
 
 
+def kind_of_shape(kind: Kind, shape: Sequence[int | None]) -> Kind:
+    """The same kind with another shape of the same rank."""
+    if isinstance(kind, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, kind.dtype, kind.ragged_rank, kind.row_splits_dtype)
+    return type(kind)(shape, kind.dtype)
+
+
 def components(values: Iterable[Value | Kind | None]) -> list[tf.Tensor]:
     """The tensors (or kinds of tensors) that values consist of, in order; None has none."""
     present = [value for value in values if value is not None]
