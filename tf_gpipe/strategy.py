@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import difflib
 import numbers
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, preparation, tracing
+from tf_gpipe import compat, model_graph, preparation, threads, tracing
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
@@ -111,7 +110,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
-        self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
     @property
@@ -158,6 +156,7 @@ class GPipeStrategy(tf.distribute.Strategy):
                 self._pipeline(model, x, training=True)
         _place_slots(model)  # those made since the variables were placed
 
+    @threads.in_turn
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
 
@@ -217,6 +216,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         kept = follow_variables(graph, self._devices, _placed) if self._partition == "flops" else None
         return kept or make_plan(graph, self._devices, self._partition)
 
+    @threads.in_turn
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:
         """Plans a model and moves its variables and optimizer slots to their stages' devices now.
 
@@ -327,7 +327,6 @@ class GPipeStrategy(tf.distribute.Strategy):
             if not symbolic:
                 self._tell_of_foreign(model)
             return plain(*args, **kwargs)
-        preparation.build_if_needed(model, args, kwargs)
 
         def pipelined(inputs: Any, training: bool | None = None, mask: Any = None, **more: Any) -> Any:
             try:
@@ -337,8 +336,10 @@ class GPipeStrategy(tf.distribute.Strategy):
                 compat.keep_exception(error)  # it says what to do; Keras would add a list of arguments
                 raise
 
-        with self._calling, compat.replaced(model, "call", pipelined):
-            return plain(*args, **kwargs)
+        with threads.turn:
+            preparation.build_if_needed(model, args, kwargs)
+            with compat.replaced(model, "call", pipelined):
+                return plain(*args, **kwargs)
 
     def _tell_of_foreign(self, model: keras.Model) -> None:
         """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
