@@ -436,7 +436,7 @@ CALLS: dict[str, Callable[[keras.Model], Any]] = {
 def test_a_plain_call_while_the_stage_is_traced_is_plain_keras(name):
     reference, _ = paused_model(None)
     expected = CALLS[name](reference)
-    strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
+    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=2)
     model, pause = paused_model(strategy)
     strategy.place(model)
     before = attributes(model)
@@ -448,7 +448,7 @@ def test_a_plain_call_while_the_stage_is_traced_is_plain_keras(name):
 
 
 def test_a_thread_that_dies_leaves_nothing_behind():
-    strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
+    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=2)
     model, pause = paused_model(strategy)
     strategy.place(model)
     before = attributes(model)
@@ -493,45 +493,52 @@ def test_random_numbers_drawn_while_a_stage_is_traced(at, draw):
 
 
 def calls_that_wait(strategy: tf_gpipe.GPipeStrategy, model: keras.Model) -> dict[str, Callable[[], Any]]:
-    data = tf.constant(X), tf.constant(Y)
     return {
         "plan": lambda: strategy.plan(model),
         "place": lambda: strategy.place(model),
-        "call": lambda: strategy.run(model, data[:1]),
+        "call": lambda: strategy.run(model, (tf.constant(X),)),
         "fit": lambda: model.fit(X, Y, verbose=0),
     }
 
 
-@pytest.mark.parametrize("name", ["plan", "place", "call", "fit", "gradient"])
-def test_one_thread_at_a_time(name):
+def assert_waits(turn: threading.Event, work: Callable[[], Any]) -> None:
+    """A function that sets `turn` has not come so far while this thread holds the lock; it does so afterwards."""
+    with threads.turn:
+        result = start(work)
+        assert not turn.wait(1.0)
+    result()
+    assert turn.is_set()
+
+
+@pytest.mark.parametrize("name", ["plan", "place", "call", "fit"])
+def test_one_thread_at_a_time(name, monkeypatch):
     strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
-    model, ended, called, go_on = made(strategy), *(threading.Event() for _ in range(3))
+    model, turn = made(strategy), threading.Event()
+    work = calls_that_wait(strategy, model)[name]
+    if name == "fit":  # which takes long anyway
+        place = strategy._place_prepared
+        monkeypatch.setattr(strategy, "_place_prepared", lambda *args: (turn.set(), place(*args)))
+        assert_waits(turn, work)
+    else:
+        assert_waits(turn, lambda: (work(), turn.set()))
+
+
+def test_gradients_take_their_turn():
+    strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
+    model, turn, called, held = made(strategy), *(threading.Event() for _ in range(3))
 
     def between() -> None:
         called.set()
-        wait(go_on)
+        wait(held)
 
-    if name == "gradient":
-        work = make_step(strategy, model, between)
-    else:
-        work = calls_that_wait(strategy, model)[name]
-        called.set()
-        go_on.set()
-
-    def until_the_end() -> None:
-        work()
-        ended.set()
-
-    if name == "gradient":
-        result = start(until_the_end)
-        wait(called)
+    step = make_step(strategy, model, between)
+    result = start(lambda: (step(), turn.set()))
+    wait(called)
     with threads.turn:
-        if name != "gradient":
-            result = start(until_the_end)
-        go_on.set()
-        assert not ended.wait(1.0)
+        held.set()
+        assert not turn.wait(3.0)
     result()
-    assert ended.is_set()
+    assert turn.is_set()
 
 
 def test_a_trace_measures_the_steps_of_its_own_thread():
