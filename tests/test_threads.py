@@ -277,6 +277,29 @@ def test_steps_that_overlap_leave_no_regulariser_behind():
     assert_finite(model)
 
 
+def test_losses_of_layers_are_those_of_their_own_step():
+    """Keras keeps them in the layers: a second step waits until the first has left `run`."""
+    strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
+    with strategy.scope():
+        keras.utils.set_random_seed(4)
+        layers = [keras.layers.Flatten(), keras.layers.Dense(3), keras.layers.ActivityRegularization(l2=1.0)]
+        model = keras.Sequential([keras.Input([4, 4, 3]), *layers, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.optimizer.build(model.trainable_variables)
+    expected = make_step(strategy, model)()
+    first_called, second_called = threading.Event(), threading.Event()
+
+    def first_waits() -> None:
+        first_called.set()
+        assert not second_called.wait(1.0)
+
+    result = start(make_step(strategy, model, first_waits))
+    wait(first_called)
+    losses = [make_step(strategy, model, second_called.set)(), result()]
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-6)
+    assert second_called.is_set()
+
+
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_two_threads_predict_as_one(eagerly):
     strategy = tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
@@ -436,7 +459,7 @@ CALLS: dict[str, Callable[[keras.Model], Any]] = {
 def test_a_plain_call_while_the_stage_is_traced_is_plain_keras(name):
     reference, _ = paused_model(None)
     expected = CALLS[name](reference)
-    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=2)
+    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=2, remat="always")  # traced once for each way
     model, pause = paused_model(strategy)
     strategy.place(model)
     before = attributes(model)

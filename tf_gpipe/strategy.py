@@ -368,6 +368,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
         self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
+        if result.losses:
+            # The layers keep them, as in Keras, and the next call of any thread clears them: it waits until `run` ends.
+            during_run.enter_context(threads.turn)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
