@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf_gpipe import moments
+from tf_gpipe import compat, moments
 from tf_gpipe.errors import ModelError
 
 
@@ -210,13 +210,31 @@ def test_layers_are_left_as_they_were():
 
     def fail_while_collecting():
         with moments.collected([layer], fused=False):
-            assert layer.synchronized is False
+            assert set(vars(layer)) == before | {compat.MOMENTS}
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         fail_while_collecting()
     assert layer.synchronized is True
     assert set(vars(layer)) == before
+
+
+def test_statistics_are_not_synchronised_over_replicas():
+    seen = []
+
+    class Noting(keras.layers.BatchNormalization):
+        def _moments(self, inputs, mask):
+            seen.append(self.synchronized)
+            return super()._moments(inputs, mask)
+
+    layer = Noting(synchronized=True)
+    layer.build([None, 2])
+    x = tf.constant([[1.0, 2.0], [3.0, 6.0]])
+    with moments.collected([layer], fused=False) as collected:
+        layer(x, training=True)
+    layer(x, training=True)
+    assert seen == [False, True]
+    np.testing.assert_allclose(collected[0].mean, [2.0, 4.0])
 
 
 def test_frozen_layers_and_layers_with_renorm_are_not_pooled():

@@ -151,7 +151,7 @@ class StageBody:
                     where = f"in operation '{step.name}' of stage {plan.index} of '{plan.graph.model.name}'"
                     compat.add_note(error, where)
                     raise
-            loss_owners = self._take_loss_owners(scope.losses)
+            loss_owners = self._take_loss_owners(scope)
             read = dict(scope.read)
             states = [tf.cast(scope.get_current_value(v), v.dtype) for v in variables[:num_states]]
         pooled = {id(v) for m in collected for v in (m.layer.moving_mean, m.layer.moving_variance)}
@@ -183,10 +183,8 @@ class StageBody:
                 found[ref.logits] = logits
         return tuple(found), list(found.values())
 
-    def _take_loss_owners(self, losses: Sequence[tf.Tensor]) -> list[keras.Layer]:
-        owners = []
-        for loss in losses:
-            owner = next(o for step in self.plan.steps for o in step.loss_owners if id(loss) in compat.losses_of(o))
+    def _take_loss_owners(self, scope: compat.RecordingScope) -> list[keras.Layer]:
+        owners = [scope.loss_owners[id(loss)] for loss in scope.losses]
+        for loss, owner in zip(scope.losses, owners, strict=True):
             compat.losses_of(owner).discard(id(loss))
-            owners.append(owner)
         return owners

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, state, tracing
+from tf_gpipe import compat, state, threads, tracing
 from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
 from tf_gpipe.dependence import moved_by_data
 from tf_gpipe.errors import ModelError
@@ -348,6 +348,7 @@ class Call:
             whole = [tf.identity(tensor) for tensor in differentiable]
         used: set[int] = set()
 
+        @threads.in_turn
         def gradient(*d_whole: tf.Tensor) -> list[Any]:
             d_outputs = [d if i in used else None for i, d in enumerate(d_whole)]
             used.clear()
@@ -357,6 +358,7 @@ class Call:
                 backward.run()
                 results = backward.gradients_of(refs, trained)
 
+            @threads.in_turn
             def second(*dd_results: tf.Tensor) -> list[Any]:
                 _refuse_assigned(assigned(), self.graph.model.name)
                 with compat.stop_recording():

@@ -27,6 +27,8 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `Graph._functions` | what branches, loops and functions of a traced stage do, for its effects and its state |
 | `compiler_ir` | whether XLA can take a function that is traced already |
 | `attr_value_pb2` | the attribute that hides a call's function from a pass that searches it |
+| `UpdateContext` | a variable is updated where it stands, not on the one device of the base class |
+| the frame of `Layer.add_loss` | whose loss it is; the layer's own note is cleared by a call in another thread |
 | `OneDeviceExtended` | tf.distribute has no public base for a strategy with one replica |
 | `ResourceVariable` | `tf.Variable` asks the open strategy for a device |
 | `Optimizer._distribution_strategy` | an optimizer of no or another scope fails with a riddle |
@@ -65,6 +67,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
+from tensorflow.python.distribute.distribute_lib import UpdateContext
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import compiler_ir
@@ -73,7 +76,9 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
+from tf_gpipe import threads
 from tf_gpipe.errors import ModelError
+from tf_gpipe.threads import replaced
 
 __all__ = [
     "CallContext",
@@ -84,6 +89,7 @@ __all__ = [
     "get_keras_mask",
     "global_seed_generator",
     "operation_fn",
+    "replaced",
     "set_keras_mask",
 ]
 
@@ -227,7 +233,7 @@ _KERAS_METHODS = {
 def runs_as_in_keras(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
     """Whether no subclass, decorator or instance has changed what a layer of a kind does with its input."""
     return isinstance(layer, kind) and all(
-        getattr(type(layer), name) is method and name not in vars(layer)
+        getattr(type(layer), name) is method and not threads.is_own(layer, name)
         for name, method in _KERAS_METHODS[kind].items()
     )
 
@@ -251,28 +257,34 @@ def call_context(model: keras.Model, training: bool | None) -> Iterator[None]:
         global_state.set_global_attribute("current_call_ctx", before)
 
 
-@contextlib.contextmanager
-def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of an instance for the duration of a call, past Keras's tracking of attributes."""
-    missing = object()
-    before = target.__dict__.get(name, missing)
-    target.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del target.__dict__[name]
-        else:
-            target.__dict__[name] = before
+def seen_with(layer: keras.Layer, /, **changed: Any) -> Any:
+    """A stand-in for a layer: the same class and variables, but other values of some attributes."""
+    stand_in = object.__new__(type(layer))
+    vars(stand_in).update({**vars(layer), **changed})
+    return stand_in
 
 
 class RecordingScope(keras.StatelessScope):
-    """A stateless scope that also remembers which variables were read and which assigned, in order."""
+    """A stateless scope that also remembers which variables were read and which assigned, in order.
+
+    Attributes:
+        assigned, read: these variables, by identity.
+        loss_owners: the layer that added each loss, by the loss's identity.
+    """
 
     def __init__(self, state_mapping: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
         super().__init__(state_mapping=state_mapping, collect_losses=True)
         self.assigned: dict[int, keras.Variable] = {}
         self.read: dict[int, keras.Variable] = {}
+        self.loss_owners: dict[int, keras.Layer] = {}
+
+    def add_loss(self, loss: tf.Tensor) -> None:
+        """Called by `layer.add_loss` inside the scope.
+
+        The layer notes its losses too, but a call of it in another thread makes it forget them: the frame tells.
+        """
+        self.loss_owners[id(loss)] = sys._getframe(1).f_locals["self"]
+        super().add_loss(loss)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Called by `variable.assign` inside the scope."""
@@ -323,38 +335,116 @@ class ElsewhereScope(keras.StatelessScope):
 _routes = threading.local()
 _routes_lock = threading.Lock()
 _routes_open = 0
+_router: _Router | None = None
+
+
+class _Router:
+    """What `keras.Model.__call__` is while a route is open in some thread.
+
+    Once closed, it calls what was there before: someone who wrapped it may go on calling it.
+
+    Attributes:
+        before: the `__call__` of `keras.Model` itself, by another library, or None. Keras has none: it inherits the one
+            of `keras.Layer`.
+        call: ours.
+        times_lost: how often it was taken off by someone else, and put there again.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.times_lost = 0
+        self._open = True
+
+        def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            plain = self._plain_of(model)
+            route = getattr(_routes, "route", None) if self._open else None
+            if route is None or in_stateless_scope():
+                return plain(*args, **kwargs)
+            return route(model, plain, args, kwargs)
+
+        self.call = call
+        vars(call)["router"] = self
+
+    def _plain_of(self, model: keras.Model) -> Callable[..., Any]:
+        if self.before is None:
+            return super(keras.Model, model).__call__  # type: ignore[misc]
+        return self.before.__get__(model, type(model)) if hasattr(self.before, "__get__") else self.before
+
+    @classmethod
+    def installed(cls, router: _Router | None) -> _Router:
+        """The router that is open, or else a new one; put there, again where another library has taken it off."""
+        if router is None:
+            router = cls(_without_closed(_own_call()))
+            keras.Model.__call__ = router.call
+        elif router.is_lost:
+            router.times_lost += 1
+            router.before = _without_closed(_own_call())
+            keras.Model.__call__ = router.call
+        return router
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether models are called as before, or by an older router: this one was not wrapped but taken off."""
+        now = _without_closed(_own_call())
+        return now is None or now is self.before
+
+    def close(self) -> None:
+        """Takes it off again, unless another library has put something over it."""
+        self._open = False
+        if _own_call() is not self.call:
+            return
+        if self.before is None:
+            del keras.Model.__call__
+        else:
+            keras.Model.__call__ = self.before
+
+
+def _own_call() -> Any:
+    return vars(keras.Model).get("__call__")
+
+
+def _without_closed(call: Any) -> Any:
+    """What a closed router that someone has put back stands for."""
+    router = getattr(call, "router", None)
+    while isinstance(router, _Router) and call is router.call and not router._open:
+        call = router.before
+        router = getattr(call, "router", None)
+    return call
 
 
 @contextlib.contextmanager
 def route_models(route: Callable[..., Any] | None) -> Iterator[None]:
     """While open, `keras.Model.__call__` in this thread asks `route(model, call, args, kwargs)` first.
 
-    `route` None hides an outer route: inside a stage's body a model is a plain Keras model. `keras.Model` has no
-    `__call__` of its own (it inherits the one of `keras.Layer`), so that closing the last route removes ours.
+    `route` None hides an outer route: inside a stage's body a model is a plain Keras model. What another library has
+    made of `keras.Model.__call__` is called as in plain Keras, and stays.
+
+    Raises:
+        ModelError: at the end, if someone has set `keras.Model.__call__` back to what it was before, so that models may
+            have been called past the route.
     """
-    global _routes_open
+    global _routes_open, _router
     outer = getattr(_routes, "route", None)
     _routes.route = route
     with _routes_lock:
         _routes_open += 1
-        if _routes_open == 1:
-            keras.Model.__call__ = _routed_call
+        _router = router = _Router.installed(_router)
+        times_lost = router.times_lost
     try:
         yield
+        if route is not None and (router.is_lost or router.times_lost != times_lost):
+            raise ModelError(
+                "Expected `keras.Model.__call__` to be left alone, or wrapped, while `strategy.run` runs. Received: it "
+                "was set back to what it was before, so that models may have run without stages. Take a patch of it "
+                "off before `run` begins or after it has ended."
+            )
     finally:
         _routes.route = outer
         with _routes_lock:
             _routes_open -= 1
             if _routes_open == 0:
-                del keras.Model.__call__
-
-
-def _routed_call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    plain = Layer.__call__.__get__(model)
-    route = getattr(_routes, "route", None)
-    if route is None or in_stateless_scope():
-        return plain(*args, **kwargs)
-    return route(model, plain, args, kwargs)
+                router.close()
+                _router = None
 
 
 def in_stateless_scope() -> bool:
@@ -440,8 +530,9 @@ def placed_regularizers(variables: Sequence[keras.Variable]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for variable in variables:
-            if variable.regularizer is not None:
-                placed = _placed_regularizer(variable.regularizer, variable._value.device)
+            regularizer = threads.attribute(variable, "_regularizer")
+            if regularizer is not None:
+                placed = _placed_regularizer(regularizer, variable._value.device)
                 stack.enter_context(replaced(variable, "_regularizer", placed))
         yield
 
@@ -869,11 +960,7 @@ def has_control_flow(graph: tf.Graph) -> bool:
 
 
 @contextlib.contextmanager
-def on_device(extended: OneDeviceExtended, device: str) -> Iterator[None]:
-    """Lets a one-device strategy act on another device, for the update of a variable that stands there."""
-    before = extended._device
-    extended._device = device
-    try:
+def updating(device: str) -> Iterator[None]:
+    """What a strategy opens around a function that updates a variable on a device."""
+    with tf.device(device), UpdateContext(device):
         yield
-    finally:
-        extended._device = before

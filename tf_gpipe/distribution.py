@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, preparation, tracing, updates
+from tf_gpipe import compat, preparation, threads, tracing, updates
 from tf_gpipe.input_dataset import InputDataset
 
 if TYPE_CHECKING:
@@ -33,18 +33,26 @@ class Scope:
         self._scope = scope
         self._prepared: tuple[keras.Model, Any] | None = None
         self._building = contextlib.ExitStack()
+        self._turn = contextlib.ExitStack()
 
     def __enter__(self) -> GPipeStrategy:
         prepared = compat.model_being_prepared()
-        if prepared is not None and compat.strategy_of(prepared[0]) is self._strategy:
-            self._prepared = prepared
-            self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
-        self._scope.__enter__()
-        if self._prepared is not None:
-            self._building.enter_context(preparation.prebuilt(*self._prepared))
+        with contextlib.ExitStack() as turn:
+            if prepared is not None and compat.strategy_of(prepared[0]) is self._strategy:
+                turn.enter_context(threads.turn)  # until Keras has built the model and its optimizer
+                self._prepared = prepared
+                self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
+            self._scope.__enter__()
+            if self._prepared is not None:
+                self._building.enter_context(preparation.prebuilt(*self._prepared))
+            self._turn = turn.pop_all()
         return self._strategy
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        with self._turn:
+            self._leave(kind, error, trace)
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._building.__exit__(kind, error, trace)
         self._scope.__exit__(kind, error, trace)
         if self._prepared is not None and isinstance(error, RuntimeError):  # TensorFlow's, of strategies that are mixed
@@ -87,8 +95,9 @@ class Extended(compat.OneDeviceExtended):
     def _update(self, var: tf.Variable, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         if updates.put_off((var, fn, args, kwargs)):
             return None
-        with compat.on_device(self, var.device):
-            return super()._update(var, fn, args, kwargs, group)
+        with compat.updating(var.device):
+            result = fn(var, *args, **kwargs)
+        return result if group else tf.nest.map_structure(lambda value: (value,), result)  # of one replica
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> InputDataset:
         return InputDataset(dataset)

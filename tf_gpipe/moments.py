@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gpipe import compat, fused_batch_norm
+from tf_gpipe import compat, fused_batch_norm, threads
 from tf_gpipe.errors import ModelError
 
 Packed = Sequence[tf.Tensor]
@@ -68,8 +68,6 @@ def collected(layers: Sequence[keras.Layer], *, fused: bool) -> Iterator[list[Mo
             if fused and fused_batch_norm.is_fusible(layer):
                 stack.enter_context(compat.replaced(layer, "call", _fused_call(layer, found)))
             stack.enter_context(compat.replaced(layer, compat.MOMENTS, _collector(layer, found)))
-            if getattr(layer, "synchronized", False):
-                stack.enter_context(compat.replaced(layer, "synchronized", False))
         yield found.moments
 
 
@@ -92,7 +90,9 @@ class _Found:
 
 
 def _collector(layer: keras.layers.BatchNormalization, found: _Found) -> Any:
-    plain = getattr(layer, compat.MOMENTS)
+    plain = threads.attribute(layer, compat.MOMENTS)
+    if getattr(layer, "synchronized", False) and not threads.is_own(layer, compat.MOMENTS):
+        plain = getattr(compat.seen_with(layer, synchronized=False), compat.MOMENTS)
 
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         mean, variance = plain(inputs, mask)

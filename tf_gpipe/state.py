@@ -29,6 +29,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import tree
 
 from tf_gpipe import compat
 from tf_gpipe.errors import ModelError
@@ -139,8 +140,8 @@ def refuse_repeated_normalisation(
 
 def normalise_kernel(layer: keras.layers.SpectralNormalization) -> None:
     """Does to a layer's kernel what its training call does, once for a mini-batch."""
-    with compat.call_context(layer, training=True), compat.replaced(layer, "layer", tf.identity):
-        type(layer).call(layer, tf.zeros([]), training=True)
+    with compat.call_context(layer, training=True):
+        type(layer).call(compat.seen_with(layer, layer=tf.identity), tf.zeros([]), training=True)
 
 
 def refuse_functions_with_state(layers: Sequence[keras.Layer], stage: int) -> None:
@@ -171,17 +172,26 @@ class Choices:
 
     @contextlib.contextmanager
     def of(self, kind: Hashable) -> Iterator[None]:
-        """Traces in here draw on from where the program is the first time, and what they drew then every other time."""
+        """Traces in here draw on from where the program is the first time, and what they drew then every other time.
+
+        All threads share the generators, which are only set back where something was drawn.
+        """
         now = random.getstate(), np.random.get_state()
-        if kind not in self._before:
-            self._before[kind] = now
-            yield
-            return
-        _set_generators(self._before[kind])
+        if kind in self._before:
+            _set_generators(self._before[kind])
         try:
             yield
         finally:
-            _set_generators(now)
+            if kind in self._before:
+                _set_generators(now)
+            elif _have_moved(now):
+                self._before[kind] = now
+
+
+def _have_moved(before: tuple[Any, Any]) -> bool:
+    """Whether somebody has drawn since the generators were in these states."""
+    pairs = zip(tree.flatten(before[1]), tree.flatten(np.random.get_state()), strict=True)
+    return random.getstate() != before[0] or not all(np.array_equal(old, new) for old, new in pairs)
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:

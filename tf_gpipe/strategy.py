@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import difflib
 import numbers
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tf_gpipe import compat, model_graph, placement, preparation, tracing
+from tf_gpipe import compat, model_graph, placement, preparation, threads, tracing
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
@@ -110,7 +109,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
         self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
-        self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
     @property
@@ -176,6 +174,7 @@ class GPipeStrategy(tf.distribute.Strategy):
             if [v.value.device for v in model.weights] != before:
                 known.update({key: pipeline.renewed() for key, pipeline in known.items()})
 
+    @threads.in_turn
     def plan(self, model: keras.Model, inputs: Any = None) -> Plan:
         """How a model is divided into stages.
 
@@ -235,6 +234,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         kept = follow_variables(graph, self._devices, placement.placed) if self._partition == "flops" else None
         return kept or make_plan(graph, self._devices, self._partition)
 
+    @threads.in_turn
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:
         """Plans a model and moves its variables and optimizer slots to their stages' devices now.
 
@@ -338,7 +338,6 @@ class GPipeStrategy(tf.distribute.Strategy):
             if not symbolic:
                 self._tell_of_foreign(model)
             return plain(*args, **kwargs)
-        preparation.build_if_needed(model, args, kwargs)
 
         def pipelined(inputs: Any, training: bool | None = None, mask: Any = None, **more: Any) -> Any:
             try:
@@ -348,8 +347,10 @@ class GPipeStrategy(tf.distribute.Strategy):
                 compat.keep_exception(error)  # it says what to do; Keras would add a list of arguments
                 raise
 
-        with self._calling, compat.replaced(model, "call", pipelined):
-            return plain(*args, **kwargs)
+        with threads.turn:
+            preparation.build_if_needed(model, args, kwargs)
+            with compat.replaced(model, "call", pipelined):
+                return plain(*args, **kwargs)
 
     def _tell_of_foreign(self, model: keras.Model) -> None:
         """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
@@ -380,6 +381,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
         self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
+        if result.losses:
+            # The layers keep them, as in Keras, and the next call of any thread clears them: it waits until `run` ends.
+            during_run.enter_context(threads.turn)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)

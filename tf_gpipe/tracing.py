@@ -29,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gpipe import compat
+from tf_gpipe import compat, threads
 from tf_gpipe.devices import is_cpu
 from tf_gpipe.errors import ArgumentError, ModelError
 from tf_gpipe.schedule import Schedule
@@ -48,7 +48,7 @@ _NO_TIMES = {"ReadVariableOp", "RemoteCall", "Timestamp", "VarHandleOp"}
 
 
 class Tracer:
-    """While it is kept by a strategy, training steps that are traced take the time."""
+    """While it is kept for a strategy, training steps that are traced take the time."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
@@ -211,14 +211,23 @@ def _on_host(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
 
 # --- what the pipeline and the strategy call ---
 
-_tracers: weakref.WeakKeyDictionary[Any, Tracer] = weakref.WeakKeyDictionary()
 _recording = threading.local()
+
+
+class _Tracers(threading.local):
+    """Of each strategy, in one thread: steps that another thread trains meanwhile are not measured."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[GPipeStrategy, Tracer] = weakref.WeakKeyDictionary()
+
+
+_tracers = _Tracers()
 
 
 @contextlib.contextmanager
 def recorded(strategy: GPipeStrategy) -> Iterator[None]:
     """Around what `strategy.run` runs: takes the times of a training step while the strategy has a tracer."""
-    tracer = _tracers.get(strategy)
+    tracer = _tracers.of.get(strategy)
     if tracer is None or tf.executing_eagerly():
         yield
         return
@@ -277,15 +286,15 @@ def check_traceable(strategy: GPipeStrategy, model: keras.Model) -> None:
 
 
 def start_tracing(strategy: GPipeStrategy) -> Tracer:
-    """From now on, training steps that are traced under a strategy are measured."""
-    _tracers[strategy] = tracer = Tracer()
+    """From now on, training steps that this thread traces under a strategy are measured."""
+    _tracers.of[strategy] = tracer = Tracer()
     return tracer
 
 
 def stop_tracing(strategy: GPipeStrategy, tracer: Tracer | None) -> None:
     """Ends what `start_tracing` began, unless another has begun since."""
-    if _tracers.get(strategy) is tracer:
-        _tracers.pop(strategy, None)
+    if _tracers.of.get(strategy) is tracer:
+        _tracers.of.pop(strategy, None)
 
 
 def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline:
@@ -298,7 +307,7 @@ def measure(strategy: GPipeStrategy, model: keras.Model, batch: Any) -> Timeline
             f"Received: {type(batch).__name__}{f' of length {len(batch)}' if is_sequence else ''}. Pass `(x, y)`."
         )
     kept: list[tuple[tf.Variable, Any]] = []
-    make_train_function = model.make_train_function
+    make_train_function = threads.attribute(model, "make_train_function")
 
     def make_and_keep(force: bool = False) -> None:
         """Keras has built everything by now, and trains next."""
