@@ -451,3 +451,152 @@ def test_train_on_batch_of_any_size(size):
     reference = Reference(made(dense_model), dense_forward, averages=[4, 10])
     reference.step(x[:size], y[:size], 5)
     assert_weights(model, [w.numpy() for w in reference.weights])
+
+
+# --- images, changed layers, second derivatives ----------------------------------------------------------------------
+
+
+class Scaled(L.BatchNormalization):
+    """A batch norm with a `call` of its own."""
+
+    def call(self, inputs, training=None, mask=None, times=2.0):
+        """Twice the outputs."""
+        return times * super().call(inputs, training=training, mask=mask)
+
+
+class Shifted(L.BatchNormalization):
+    """A batch norm with statistics of its own."""
+
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean + 1.0, variance
+
+
+def doubled(method):
+    """A method that a decorator has changed, under its old name."""
+
+    @functools.wraps(method)
+    def run(*arguments, **named):
+        return 2 * method(*arguments, **named)
+
+    return run
+
+
+class Decorated(L.BatchNormalization):
+    """A batch norm whose `call` is decorated."""
+
+    call = doubled(L.BatchNormalization.call)
+
+
+def with_own_call(layer):
+    """The layer with a `call` of its own."""
+    layer.call = doubled(layer.call)
+    return layer
+
+
+def with_epsilon(layer):
+    """The layer with an epsilon that is no number."""
+    layer.epsilon = tf.constant(1e-2)
+    return layer
+
+
+def with_scale(layer):
+    """The layer with a scale of another shape, which is no weight."""
+    layer.build([None, None, None, 3])
+    layer.gamma = tf.fill([1, 1, 1, 3], 2.0)
+    return layer
+
+
+CHANGED = {
+    "plain": L.BatchNormalization,
+    "axis": lambda: L.BatchNormalization(axis=1),
+    "without scale and centre": lambda: L.BatchNormalization(axis=3, center=False, scale=False),
+    "call": Scaled,
+    "statistics": Shifted,
+    "decorated": Decorated,
+    "call of the instance": lambda: with_own_call(L.BatchNormalization()),
+    "epsilon": lambda: with_epsilon(L.BatchNormalization()),
+    "scale": lambda: with_scale(L.BatchNormalization(scale=False)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_layer_that_was_changed_trains_as_it_is(kind):
+    def make(of=CHANGED[kind]):
+        return keras.Sequential([keras.Input([4, 4, 3]), L.Conv2D(3, 1), of(), L.ReLU(), L.Flatten(), L.Dense(2)])
+
+    data = normal(16, 4, 4, 3), normal(16, 2, seed=1)
+    trained = train(make, data, tf_gpipe.GPipeStrategy(2, 1), batch_size=8)
+    assert_same(train(make, data, batch_size=8), trained)
+    as_keras_has_it = train(functools.partial(make, L.BatchNormalization), data, batch_size=8)[1]["loss"]
+    assert (abs(trained[1]["loss"][0] - as_keras_has_it[0]) > 1e-4) == (kind != "plain")
+
+
+def test_a_method_that_was_patched_on_the_class_is_kept(monkeypatch):
+    data = normal(16, 6), normal(16, 2, seed=1)
+    before = train(dense_model, data)[1]["loss"]
+    monkeypatch.setattr(L.BatchNormalization, "call", doubled(L.BatchNormalization.call))
+    patched, piped = train(dense_model, data), train(dense_model, data, tf_gpipe.GPipeStrategy(2, 1))
+    assert abs(patched[1]["loss"][0] - before[0]) > 1e-3
+    assert_same(patched, piped)
+
+
+def images():
+    """Batch norm after a convolution, without scale, in a layer, called twice, and frozen."""
+    twice, last = L.BatchNormalization(), L.BatchNormalization(trainable=False)
+    inner = keras.Sequential([L.Conv2D(6, 3, use_bias=False), L.BatchNormalization(scale=False), L.ReLU()])
+    x = inputs = keras.Input([8, 8, 3])
+    x = L.ReLU()(L.BatchNormalization(momentum=0.8)(L.Conv2D(6, 3, use_bias=False)(x)))
+    x = twice(last(L.DepthwiseConv2D(3, padding="same", use_bias=False)(twice(inner(x)))))
+    return keras.Model(inputs, L.Dense(2)(L.GlobalAveragePooling2D()(L.ReLU()(x))))
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_images_train_as_in_plain_keras(remat):
+    data = normal(32, 8, 8, 3), normal(32, 2, seed=1)
+    assert_same(train(images, data), train(images, data, tf_gpipe.GPipeStrategy(1, 1, remat=remat)))
+    one, two = (tf_gpipe.GPipeStrategy(stages, 4, remat=remat) for stages in (1, 2))
+    assert_same(train(images, data, one), train(images, data, two))
+
+
+def test_a_single_value_of_a_channel_has_no_variance():
+    def make():
+        return keras.Sequential([keras.Input([1, 1, 3]), L.BatchNormalization(momentum=0.0), L.Flatten(), L.Dense(2)])
+
+    data = normal(1, 1, 1, 3), normal(1, 2, seed=1)
+    model, _ = train(make, data, tf_gpipe.GPipeStrategy(2, 2), epochs=1)
+    np.testing.assert_array_equal(model.layers[0].moving_mean, data[0][0, 0, 0])
+    np.testing.assert_array_equal(model.layers[0].moving_variance, np.zeros(3))
+    assert_same(train(make, data, epochs=1), train(make, data, tf_gpipe.GPipeStrategy(2, 2), epochs=1))
+
+
+PENALTIES = {
+    "total": lambda gradients: tf.reduce_sum(tf.square(gradients)),
+    "weighted": lambda gradients: tf.reduce_sum(gradients * normal(6, 4, 4, 3, seed=2)),
+    "norms": lambda gradients: tf.reduce_sum(tf.sqrt(tf.reduce_sum(tf.square(gradients), [1, 2, 3]))),
+}
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_second_derivatives_are_those_of_keras(kind):
+    """Keras's own, which hold the mean fixed inside the variance, so that they are not the true ones."""
+
+    def gradients(strategy):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            norm = L.BatchNormalization(beta_initializer="normal")
+            model = keras.Sequential([keras.Input([4, 4, 3]), L.Conv2D(5, 2), norm, L.Flatten(), L.Dense(2, "tanh")])
+
+        def run(x):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = tf.reduce_sum(tf.sin(model(x, training=True)))
+                penalty = PENALTIES[kind](inner.gradient(y, x)) + y
+            return outer.gradient(penalty, [weight.value for weight in model.trainable_variables])
+
+        return tf.function(run if strategy is None else lambda x: strategy.run(run, (x,)))(normal(6, 4, 4, 3))
+
+    for made, wanted in zip(gradients(tf_gpipe.GPipeStrategy(2, 1)), gradients(None), strict=True):
+        assert np.abs(wanted).max() > 1e-4
+        np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-5)

@@ -192,7 +192,7 @@ def test_moments_are_collected_with_the_number_of_values():
     layer, x = built_norm(), tf.random.stateless_normal([3, 4, 2], seed=[1, 2])
     layer_3d = keras.layers.BatchNormalization()
     layer_3d.build([None, 4, 2])
-    with moments.collected([layer, layer_3d, layer], fused=False) as collected:
+    with moments.collected([layer, layer_3d, layer]) as collected:
         layer(x[:, 0], training=True)
         layer_3d(x, training=True)
         layer_3d(x, training=True, mask=tf.constant([[True] * 4, [False] * 4, [True, False, False, False]]))
@@ -209,7 +209,7 @@ def test_layers_are_left_as_they_were():
     before = set(vars(layer))
 
     def fail_while_collecting():
-        with moments.collected([layer], fused=False):
+        with moments.collected([layer]):
             assert set(vars(layer)) == before | {compat.MOMENTS}
             raise RuntimeError("stop")
 
@@ -240,7 +240,7 @@ def test_statistics_are_not_synchronised_over_replicas():
 def test_frozen_layers_and_layers_with_renorm_are_not_pooled():
     frozen, renorm = built_norm(), built_norm(renorm=True)
     frozen.trainable = False
-    with moments.collected([frozen, renorm], fused=False) as collected:
+    with moments.collected([frozen, renorm]) as collected:
         frozen(tf.ones([3, 2]), training=True)
         renorm(tf.ones([3, 2]), training=True)
     assert collected == []
@@ -253,7 +253,7 @@ def test_statistics_of_an_instance_are_its_own():
     layer = built_norm()
     plain = layer._moments
     layer._moments = lambda inputs, mask: tuple(2 * part for part in plain(inputs, mask))
-    with moments.collected([layer], fused=True) as collected:
+    with moments.collected([layer]) as collected:
         layer(tf.constant([[1.0, 2.0], [3.0, 6.0]]), training=True)
     np.testing.assert_allclose(collected[0].mean, [4.0, 8.0])
 
@@ -266,7 +266,7 @@ def test_batch_norm_inside_a_graph_of_its_own_is_refused(inside):
 
     @tf.function
     def step(x):
-        with moments.collected([layer], fused=True):
+        with moments.collected([layer]):
             return inside(lambda x: layer(x, training=True))(x)
 
     with pytest.raises(ModelError, match="called inside a `tf.function`, loop or branch.*Call it outside of that"):

@@ -60,19 +60,15 @@ class StageBody:
 
     Args:
         plan: the stage.
-        compiled: whether XLA compiles its functions.
 
     Attributes:
         layers: every layer in it.
         weights: identities of the variables that were made to be trained, frozen ones among them.
     """
 
-    def __init__(self, plan: StagePlan, *, compiled: bool) -> None:
+    def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
-        on_cpu = is_cpu(plan.device)
-        self._pointwise_as_products = on_cpu
-        # XLA's own takes the variance as E[x²] − E[x]², which cancels for a large mean.
-        self._fused_batch_norm = on_cpu and not compiled
+        self._pointwise_as_products = is_cpu(plan.device)
         self.layers = list(dict.fromkeys(layer for step in plan.steps for layer in step.layers))
         layer_weights = {id(v) for layer in self.layers for v in compat.made_trainable(layer)}
         own = {id(v) for layer in self.layers for v in layer.variables}
@@ -137,9 +133,7 @@ class StageBody:
             during_run.enter_context(compat.route_models(None))
             during_run.enter_context(compat.call_context(plan.graph.model, training))
             during_run.enter_context(scope)
-            collected = during_run.enter_context(
-                moments.collected(self.layers if training else [], fused=self._fused_batch_norm)
-            )
+            collected = during_run.enter_context(moments.collected(self.layers if training else []))
             normalised = during_run.enter_context(state.kernels_left_alone(self.layers))
             during_run.enter_context(pointwise.as_products(self.layers if self._pointwise_as_products else []))
             for step in plan.steps:

@@ -223,10 +223,7 @@ MOMENTS = "_moments"
 
 _KERAS_METHODS = {
     kind: {name: getattr(kind, name) for name in names}
-    for kind, names in {
-        keras.layers.BatchNormalization: ("call", MOMENTS),
-        keras.layers.Conv2D: ("call", "convolution_op"),
-    }.items()
+    for kind, names in {keras.layers.Conv2D: ("call", "convolution_op")}.items()
 }
 
 

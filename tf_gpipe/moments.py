@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gpipe import compat, fused_batch_norm, threads
+from tf_gpipe import compat, threads
 from tf_gpipe.errors import ModelError
 
 Packed = Sequence[tf.Tensor]
@@ -53,20 +53,17 @@ def pools_statistics(layer: keras.Layer) -> bool:
 
 
 @contextlib.contextmanager
-def collected(layers: Sequence[keras.Layer], *, fused: bool) -> Iterator[list[Moments]]:
+def collected(layers: Sequence[keras.Layer]) -> Iterator[list[Moments]]:
     """Collects the statistics of every training call of batch-norm layers while a stage is traced.
 
     `synchronized=True` asks for statistics over replicas; a pipeline is one replica, so that it means nothing here.
 
     Args:
         layers: the layers of the stage.
-        fused: whether a layer normalises in one operation where it can.
     """
     found = _Found(tf.compat.v1.get_default_graph(), [])
     with contextlib.ExitStack() as stack:
         for layer in dict.fromkeys(layer for layer in layers if pools_statistics(layer)):
-            if fused and fused_batch_norm.is_fusible(layer):
-                stack.enter_context(compat.replaced(layer, "call", _fused_call(layer, found)))
             stack.enter_context(compat.replaced(layer, compat.MOMENTS, _collector(layer, found)))
         yield found.moments
 
@@ -104,17 +101,6 @@ def _collector(layer: keras.layers.BatchNormalization, found: _Found) -> Any:
         return mean, variance
 
     return moments
-
-
-def _fused_call(layer: keras.layers.BatchNormalization, found: _Found) -> Any:
-    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
-        if not (training and layer.trainable) or mask is not None or not fused_batch_norm.fits(layer, inputs):
-            return type(layer).call(layer, inputs, training=training, mask=mask)
-        outputs, *statistics = fused_batch_norm.normalise(layer, inputs)
-        found.add(Moments(layer, *statistics))
-        return outputs
-
-    return call
 
 
 def pack(moments: Sequence[Moments]) -> list[tf.Tensor]:

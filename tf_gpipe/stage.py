@@ -51,7 +51,7 @@ class Stage:
         self.plan = plan
         self.index = plan.index
         self.device = plan.device
-        self._body = StageBody(plan, compiled=jit_compile)
+        self._body = StageBody(plan)
         self._choices = state.Choices()
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self.jit_compile = jit_compile

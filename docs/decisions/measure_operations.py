@@ -1,10 +1,8 @@
-"""Operations that stages on CPUs run in place of Keras's own, for many images and for few.
+"""Products that stages on CPUs run in place of Keras's convolutions by 1x1 filters, for many images and for few.
 
     python docs/decisions/measure_operations.py [--repeats 5]
 
-Convolutions by 1x1 filters, as convolutions and as products of matrices; batch norm, as Keras's operations and as one,
-and how far each is off. One core; each time is the smallest of the repeats, which take turns; an operation runs eight
-times in a graph.
+One core; each time is the smallest of the repeats, which take turns; an operation runs eight times in a graph.
 """
 
 import os
@@ -18,13 +16,10 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tf_gpipe import fused_batch_norm, pointwise
+from tf_gpipe import pointwise
 
 CONVOLUTIONS = ((32, 16, 16), (16, 64, 64), (8, 256, 128), (4, 512, 256))  # height and width, channels, filters
-NORMS = ((32, 16), (16, 64), (8, 128), (4, 256))  # height and width, channels
-VALUES = ((4096, 64), (131072, 64), (131072, 1))  # values of a channel, channels
 IMAGES = (128, 16)
-AXES = [0, 1, 2]  # that a channel's values are along
 RUNS = 8
 
 Operation = Callable[..., tf.Tensor]
@@ -71,51 +66,6 @@ def passes(of: Operation) -> dict[str, Operation]:
     return {"forward": lambda x, kernel, d: of(x, kernel), "d inputs": gradient(0), "d filters": gradient(1)}
 
 
-def normalised(layer: keras.layers.BatchNormalization, x: tf.Tensor, *, fused: bool) -> tuple[tf.Tensor, tf.Tensor]:
-    """Outputs and variance of a training pass of batch norm, by one operation or by Keras's."""
-    if fused:
-        outputs, _, variance, _ = fused_batch_norm.normalise(layer, x)
-        return outputs, variance
-    mean, variance = keras.ops.moments(x, axes=AXES)
-    gamma, beta = layer.gamma.value, layer.beta.value
-    return keras.ops.batch_normalization(x, mean, variance, -1, beta, gamma, layer.epsilon), variance
-
-
-def norms(channels: int, *, fused: bool) -> dict[str, Operation]:
-    """A training pass of batch norm, alone and with its gradients."""
-    layer = keras.layers.BatchNormalization()
-    layer.build([None, None, None, channels])
-
-    def forward(x: tf.Tensor, d: tf.Tensor) -> tf.Tensor:
-        return normalised(layer, x, fused=fused)[0]
-
-    def both(x: tf.Tensor, d: tf.Tensor) -> list[tf.Tensor]:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = forward(x, d)
-        return tape.gradient(y, [x, layer.gamma.value, layer.beta.value], output_gradients=d)
-
-    return {"forward": forward, "forward and gradients": both}
-
-
-def errors(values: int, channels: int) -> str:
-    """Cells of a table: largest relative error of the variance and of the gradient of beta, one way and the other."""
-    size = [values // 64, 8, 8, channels]
-    x, d = (tf.random.stateless_normal(size, seed=[1, seed], mean=mean) for seed, mean in ((1, 1.0), (2, 0.1)))
-    exact = [tf.math.reduce_variance(tf.cast(x, tf.float64), AXES), tf.reduce_sum(tf.cast(d, tf.float64), AXES)]
-    layer = keras.layers.BatchNormalization()
-    layer.build(size)
-
-    def of(fused: bool) -> list[tf.Tensor]:
-        with tf.GradientTape() as tape:
-            outputs, variance = normalised(layer, x, fused=fused)
-        return [variance, tape.gradient(outputs, layer.beta.value, output_gradients=d)]
-
-    found = [[tf.cast(part, tf.float64) for part in tf.function(of)(fused)] for fused in (False, True)]
-    off = [[float(tf.reduce_max(tf.abs(part / e - 1))) for part, e in zip(way, exact, strict=True)] for way in found]
-    return " | ".join(f"{one:.1e} → {other:.1e}" for one, other in zip(*off, strict=True))
-
-
 def compare(ways: Sequence[dict[str, Operation]], shapes: Sequence[Sequence[int]], repeats: int) -> str:
     """Cells of a table: µs of each operation, one way and the other."""
     measures = [{name: timed(of, shapes) for name, of in way.items()} for way in ways]
@@ -127,7 +77,7 @@ def compare(ways: Sequence[dict[str, Operation]], shapes: Sequence[Sequence[int]
 
 
 def main() -> None:
-    """Prints the three tables."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
@@ -141,17 +91,6 @@ def main() -> None:
             shapes = ([images, size, size, channels], [1, 1, channels, filters], [images, size, size, filters])
             cells = compare([passes(convolution), passes(pointwise.product)], shapes, repeats)
             print(f"| {images} | {size} | {channels} | {filters} | {cells} |")
-    print("\n| images | size | channels | forward, µs | forward and gradients, µs |")
-    print("|---:|---:|---:|---:|---:|")
-    for images in IMAGES:
-        for size, channels in NORMS:
-            ways = [norms(channels, fused=fused) for fused in (False, True)]
-            cells = compare(ways, [[images, size, size, channels]] * 2, repeats)
-            print(f"| {images} | {size} | {channels} | {cells} |")
-    print("\n| values a channel | channels | variance off by | gradient of beta off by |")
-    print("|---:|---:|---:|---:|")
-    for values, channels in VALUES:
-        print(f"| {values} | {channels} | {errors(values, channels)} |")
 
 
 if __name__ == "__main__":
