@@ -307,7 +307,7 @@ def print_progress(arguments: argparse.Namespace, done: int) -> None:
 def remark_on_length(arguments: argparse.Namespace, steps_per_epoch: int) -> str:
     """Says that a training is too short for its averages of weights: too much of the first ones would be in them."""
     steps = arguments.epochs * steps_per_epoch
-    needed = math.ceil(3 / (1 - arguments.average)) if arguments.average else 0  # of what they began with 5 % are left
+    needed = round(3 / (1 - arguments.average)) if arguments.average else 0  # of what they began with 5 % are left
     if not arguments.epochs or steps >= needed:
         return ""
     return (
