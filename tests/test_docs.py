@@ -19,15 +19,22 @@ import tensorflow as tf
 import tf_gpipe
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(page: pathlib.Path) -> list[str]:
+    """What stands between fences."""
+    return [block.split("\n", 1)[1] for block in page.read_text().split("```")[1::2]]
+
+
 README = (ROOT / "README.md").read_text()
-BLOCKS = [block.split("\n", 1)[1] for block in README.split("```")[1::2]]
+BLOCKS = blocks(ROOT / "README.md")
 MODULES = [f"tf_gpipe.{module.name}" for module in pkgutil.iter_modules(tf_gpipe.__path__)]
 
 
-def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Runs a command from the root of the project, where nothing in the environment makes TensorFlow quiet."""
+def run(command: list[str], timeout: float, folder: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder, where nothing in the environment makes TensorFlow quiet."""
     environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done
 
@@ -49,11 +56,18 @@ def test_public_names_exist_and_have_examples():
         assert getattr(tf_gpipe.GPipeStrategy, method).__doc__
 
 
-def test_readme_program_prints_the_plan_shown():
-    program = next(block for block in BLOCKS if "set_logical_cpus" in block)
-    printed = run([sys.executable, "-c", program], timeout=120).stdout
+def test_programs_of_the_readme_and_of_the_page_on_timelines(tmp_path):
+    """One after another, as a reader would paste them; the first prints the plan that is shown."""
+    page = blocks(ROOT / "docs" / "timelines.md")
+    programs = [block for block in BLOCKS + page if "import tf_gpipe" in block or "timeline.save" in block]
+    assert len(programs) == 3
+    program = "\n".join(programs)
+    printed = run([sys.executable, "-c", program], timeout=240, folder=tmp_path).stdout
     shown = next(block for block in BLOCKS if block.startswith("stage  device"))
     assert printed.startswith(shown)
+    assert printed.count("stage  compute  recompute  transfer  bubble  imbalance") == 3
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    assert {"timeline.svg", "timeline.json", "logs/step_000100.json"} <= written
 
 
 def test_readme_shows_the_schedule_that_runs():
