@@ -23,12 +23,14 @@ EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))examples,dev
 env: $(STAMP)
 
 $(STAMP): setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
-	touch $@
+	@echo "Installing tf_gpipe[$(EXTRAS)] into $(VENV): about 2.5 GB, which takes some minutes without a word"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@
+	@echo "Done: $(BIN)/python has it"
 
 demo: $(STAMP)
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/digits_amoebanet.py  # without most of what TensorFlow logs
+	$(BIN)/python examples/digits_amoebanet.py
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -q

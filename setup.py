@@ -29,7 +29,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=["tf_gpipe"],
+    # With their folder named, `pip install -e` leaves a plain path, which type checkers and editors can follow.
+    package_dir={"": "."},
     package_data={"tf_gpipe": ["py.typed"]},
+    entry_points={"console_scripts": ["tf_gpipe = tf_gpipe.cli:main"]},
     zip_safe=False,
     python_requires=">=3.10",
     # TensorFlow comes in one wheel for each kind of device, and requiring one would install it beside the user's own:
@@ -44,7 +47,7 @@ setup(
         "draw": DRAW,  # PNG files; SVG and text need nothing.
         "examples": EXAMPLES,
         "benchmarks": ["torch", "torchgpipe", *DRAW, *EXAMPLES],
-        "dev": ["hypothesis", "mypy", "pydot", "pytest", "pytest-xdist", "ruff", *DRAW, *EXAMPLES],
+        "dev": ["hypothesis", "mypy", "pydot", "pyright[nodejs]", "pytest", "pytest-xdist", "ruff", *DRAW, *EXAMPLES],
     },
     keywords=["tensorflow", "keras", "gpipe", "pipeline parallelism", "model parallelism", "rematerialisation"],
     classifiers=[

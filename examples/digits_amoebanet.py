@@ -25,9 +25,13 @@ accuracy is below 95 % (not asked of --quick).
 
 import argparse
 import math
+import os
 import sys
 from typing import NamedTuple
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
+
+import flags
 import keras
 import numpy as np
 import sklearn.datasets
@@ -197,14 +201,19 @@ def compiled_model(strategy: tf_gpipe.GPipeStrategy, num_steps: int, seed: int) 
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains an AmoebaNet-D on digits, in a pipeline on logical CPUs.")
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=144)
-    parser.add_argument("--remat", choices=["always", "except_last", "never"], default="except_last")
+    parser = argparse.ArgumentParser(
+        usage=flags.USAGE,
+        description="Trains an AmoebaNet-D on digits, in a pipeline on logical CPUs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    count, modes = flags.whole(at_least=1), ["always", "except_last", "never"]
+    parser.add_argument("--stages", type=count, default=4, help="K, each on a device")
+    parser.add_argument("--micro-batches", type=count, default=4, help="M, into which a mini-batch is split")
+    parser.add_argument("--epochs", type=count, default=10, help="passes over the 1440 images")
+    parser.add_argument("--batch-size", type=count, default=144, help="images in a mini-batch")
+    parser.add_argument("--remat", choices=modes, default="except_last", help="what recomputes its activations")
     parser.add_argument("--quick", action="store_true", help="one epoch on 256 images, whatever the accuracy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=flags.whole(at_least=0), default=0, help="of weights and dropout")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.epochs, arguments.batch_size = 1, 64
@@ -240,6 +249,8 @@ def main() -> int:
     tests = {"validation_data": test_rows, "validation_batch_size": 119}  # three mini-batches
     accuracy = models[0].fit(*rows, arguments.batch_size, arguments.epochs, **tests).history["val_accuracy"][-1]
     print(f"test accuracy {100 * accuracy:.1f} %")
+    if arguments.quick:
+        print("--quick: too short to learn, it only shows that all of it runs")
 
     accurate = arguments.quick or accuracy >= LEAST_ACCURACY
     return 0 if accurate and difference <= LARGEST_DIFFERENCE else 1

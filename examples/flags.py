@@ -1,4 +1,7 @@
-"""Numbers on the command line, within bounds: what is out of them ends in argparse's error, with exit status 2."""
+"""Numbers on the command line, within bounds: what is out of them ends in argparse's error, with exit status 2.
+
+A parser with this `USAGE` says what is wrong in two lines, however many flags it has.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import argparse
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+
+USAGE = "%(prog)s [--help] [flags]"
 
 CONDITIONS = {
     "at_least": operator.ge,

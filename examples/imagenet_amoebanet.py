@@ -14,12 +14,13 @@ the weights that it would have come to without a break. At the end the averages 
 Arguments of the model are in its `model.json`, and a command with others is refused.
 
 Short runs look bad: evaluation uses averages over past steps, batch norm's of some tens of steps and, by default, those
-of weights of ten thousand. A large `val_loss` beside a loss that falls tells only that they are behind.
+of weights of ten thousand. A large `val_loss` beside a loss that falls tells only that they are behind. A run too short
+for its averages says so when it begins, and when it ends.
 
 Fine-tuning as in the paper, with a new classifier:
 
     python examples/imagenet_amoebanet.py --stages 4 --data cars196 --init-from run/final.weights.h5 --output cars \
-        --crop full --evaluation-crop 1 --no-colour --cutout 60 --epochs 20 --learning-rate 0.02
+        --crop full --evaluation-crop 1 --no-colour --cutout 60 --epochs 20 --learning-rate 0.02 --average 0.99
 
 What fits where: the paper's network for ImageNet, AmoebaNet-B(18, 512) at 480x480, on four devices of 16 GiB:
 
@@ -52,15 +53,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
 
 import keras
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from amoebanet import images, memory, model_arguments, training
 from amoebanet.model import amoebanet, most_stages
-from flags import check_stages, errors_of_arguments, number, whole
+from flags import USAGE, check_stages, errors_of_arguments, number, whole
 from shapes import count_parameters, shapes_only
 
 import tf_gpipe
@@ -79,7 +83,9 @@ PART = number(above=0, at_most=1)
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Trains an AmoebaNet in a pipeline.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        usage=USAGE,
+        description="Trains an AmoebaNet in a pipeline.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     do = parser.add_argument_group("what to do; without any of these: train, or go on with the training in --output")
     do.add_argument("--plan", action="store_true", help="print stages and their memory, and end")
@@ -99,7 +105,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     choice, strength = argparse.BooleanOptionalAction, number(at_least=0, at_most=1)
     group.add_argument("--data", default="imagenet2012", help="a data set of TFDS, or folder:PATH")
     group.add_argument("--data-dir", help="where TFDS keeps its data")
-    group.add_argument("--image-size", type=whole(at_least=SMALLEST_IMAGE), default=299)
+    group.add_argument("--image-size", type=whole(at_least=SMALLEST_IMAGE), default=299, help="height and width")
     group.add_argument("--crop", choices=["inception", "full"], default="inception", help="of training images")
     group.add_argument("--evaluation-crop", type=PART, default=0.875, help="of height and width, the middle part")
     group.add_argument("--flip", action=choice, default=True, help="mirror half of the training images")
@@ -112,37 +118,39 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     cells, filters = whole(at_least=3, a_multiple_of=3), whole(at_least=4, a_multiple_of=4)
     head = {"action": argparse.BooleanOptionalAction, "default": True}
-    group.add_argument("--genotype", choices=["A", "B", "D"], default="D")
-    group.add_argument("--layout", choices=["tf", "torch"], default="tf")
+    group.add_argument("--genotype", choices=["A", "B", "D"], default="D", help="what is inside the cells")
+    group.add_argument("--layout", choices=["tf", "torch"], default="tf", help="whose: the TPU code's or torchgpipe's")
     group.add_argument("--cells", type=cells, default=12, help="L: normal cells")
     group.add_argument("--filters", type=filters, default=256, help="D: filters of the first third of them")
     group.add_argument("--auxiliary-head", **head, help="a second classifier, for training")
-    group.add_argument("--dropout-keep", type=PART, default=0.5)
+    group.add_argument("--dropout-keep", type=PART, default=0.5, help="what dropout keeps before the classifier")
     group.add_argument("--drop-path-keep", type=PART, default=1.0, help="at the last step; 1 drops no paths")
 
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recipe")
     average = number(at_least=0, below=1)
-    group.add_argument("--epochs", type=whole(at_least=0), default=48)
-    group.add_argument("--batch-size", type=COUNT, default=256)
-    group.add_argument("--learning-rate", type=POSITIVE, default=0.64)
+    group.add_argument("--epochs", type=whole(at_least=0), default=48, help="passes over the training images")
+    group.add_argument("--batch-size", type=COUNT, default=256, help="images in a mini-batch")
+    group.add_argument("--learning-rate", type=POSITIVE, default=0.64, help="the highest")
     group.add_argument("--decay", type=PART, default=0.9, help="of the learning rate after each epoch")
-    group.add_argument("--warm-up-epochs", type=NOT_NEGATIVE, default=3.0)
+    group.add_argument("--warm-up-epochs", type=NOT_NEGATIVE, default=3.0, help="in which the learning rate rises")
     group.add_argument("--epsilon", type=POSITIVE, default=1.0, help="of RMSProp")
-    group.add_argument("--weight-decay", type=NOT_NEGATIVE, default=4e-5)
-    group.add_argument("--label-smoothing", type=number(at_least=0, at_most=1), default=0.1)
+    group.add_argument("--weight-decay", type=NOT_NEGATIVE, default=4e-5, help="of kernels, in the loss")
+    smoothing = number(at_least=0, at_most=1)
+    group.add_argument("--label-smoothing", type=smoothing, default=0.1, help="the part spread over all classes")
     group.add_argument("--average", type=average, default=0.9999, help="decay of the averages of weights; 0 for none")
-    group.add_argument("--seed", type=whole(at_least=0, below=2**32), default=0)
+    group.add_argument("--seed", type=whole(at_least=0, below=2**32), default=0, help="of weights and images")
 
 
 def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
     kinds = {"choices": ["cpu", "gpu", "tpu"], "help": "without it GPUs if there are so many, else logical CPUs"}
-    group.add_argument("--stages", type=COUNT, default=4)
+    group.add_argument("--stages", type=COUNT, default=4, help="K, each on a device")
     group.add_argument("--devices", **kinds)
-    group.add_argument("--micro-batches", type=COUNT, default=16)
-    group.add_argument("--remat", choices=["always", "except_last", "never"], default="except_last")
+    group.add_argument("--micro-batches", type=COUNT, default=16, help="M, into which a mini-batch is split")
+    modes = ["always", "except_last", "never"]
+    group.add_argument("--remat", choices=modes, default="except_last", help="what recomputes its activations")
     group.add_argument("--jit-compile", action="store_true", help="compile each stage with XLA")
     group.add_argument("--mixed-precision", action="store_true", help="bfloat16 activations, float32 weights")
     group.add_argument("--device-memory", type=POSITIVE, default=16.0, help="GiB of a device, for --plan")
@@ -296,6 +304,43 @@ def print_progress(arguments: argparse.Namespace, done: int) -> None:
         print(f"Going on from the checkpoint of epoch {done} of {arguments.epochs} in {arguments.output}")
 
 
+def remark_on_length(arguments: argparse.Namespace, steps_per_epoch: int) -> str:
+    """Says that a training is too short for its averages of weights: too much of the first ones would be in them."""
+    steps = arguments.epochs * steps_per_epoch
+    needed = round(3 / (1 - arguments.average)) if arguments.average else 0  # of what they began with 5 % are left
+    if not arguments.epochs or steps >= needed:
+        return ""
+    return (
+        f"Too short to learn: {steps:,} steps, where --average {arguments.average} needs {needed:,}. "
+        "Take a smaller --average, 0 for none, or more --epochs."
+    )
+
+
+def train_and_evaluate(
+    arguments: argparse.Namespace,
+    model: keras.Model,
+    checkpoints: training.Checkpoints,
+    builder: tfds.core.DatasetBuilder,
+) -> None:
+    """Trains from the newest checkpoint on, if there is one and unless --evaluate is given; prints the accuracy."""
+    done = epochs_done(arguments)
+    remark = remark_on_length(arguments, images.steps_per_epoch(builder, arguments.batch_size))
+    if done:
+        checkpoints.restore()
+        print_progress(arguments, done)
+    if done < arguments.epochs and not arguments.evaluate:
+        if remark:
+            print(remark, flush=True)
+        train(arguments, model, checkpoints, builder, done)
+    elif done:
+        model.optimizer.finalize_variable_values(model.trainable_weights)  # the averages
+    if not arguments.evaluate:
+        model.save_weights(arguments.output / "final.weights.h5")
+    if remark:
+        print(remark)
+    print_accuracy(arguments, model, builder)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     arguments = parse_arguments(parser, argv)
@@ -325,18 +370,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         compile_model(arguments, model, steps_per_epoch)
         checkpoints = training.Checkpoints(model, checkpoint_folder(arguments))
     print(strategy.plan(model))
-
-    done = epochs_done(arguments)
-    if done:
-        checkpoints.restore()
-        print_progress(arguments, done)
-    if done < arguments.epochs and not arguments.evaluate:
-        train(arguments, model, checkpoints, builder, done)
-    elif done:
-        model.optimizer.finalize_variable_values(model.trainable_weights)  # the averages
-    if not arguments.evaluate:
-        model.save_weights(arguments.output / "final.weights.h5")
-    print_accuracy(arguments, model, builder)
+    try:
+        with images.naming_broken_files(builder):
+            train_and_evaluate(arguments, model, checkpoints, builder)
+    except images.BrokenFileError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

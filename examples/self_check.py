@@ -258,7 +258,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     which = parser.add_mutually_exclusive_group()
     limits = f"the most stages, 1 to {MOST_STAGES} (default: the number of GPUs, 2 on a single one, 4 without any)"
     which.add_argument("--stages", type=int, choices=range(1, MOST_STAGES + 1), metavar="K", help=limits)
-    which.add_argument("--quick", action="store_true", help="tiny models in two stages, for the tests")
+    which.add_argument("--quick", action="store_true", help="tiny models in two stages (default: full size)")
     return parser, parser.parse_args(arguments)
 
 

@@ -21,8 +21,11 @@ show the difference in the loss already; this is the end of a run with --steps 8
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
 
 import flags
 from translation import comparison
@@ -37,7 +40,7 @@ QUICK_SIZES = {"layers": 1, "hidden": 64, "heads": 2, "width": 32}
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = comparison.make_parser("Trains a Transformer at several batch sizes, by micro-batches.")
     count = flags.whole(at_least=1)
-    parser.add_argument("--micro-batches", type=count, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--micro-batches", type=count, nargs="+", default=[1, 4, 16], help="a training for each M")
     parser.add_argument("--rows", type=count, default=16, help="pairs in a micro-batch")
     arguments = comparison.parse(parser, argv)
     arguments.sizes = QUICK_SIZES if arguments.quick else SIZES
@@ -52,16 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
     corpus = comparison.load_corpus(arguments)
 
-    results = []
+    results, bleus = [], []
     for num_micro_batches in arguments.micro_batches:
         rows = num_micro_batches * arguments.rows
         print(f"{num_micro_batches} micro-batches of {arguments.rows} rows")
         model = comparison.train(arguments, corpus, arguments.sizes, num_micro_batches, rows)
         [(loss, bleu)] = comparison.scores(arguments, corpus, model, [corpus.held_out])
+        bleus.append(bleu)
         results.append(f"{num_micro_batches:3} {rows * corpus.length:12,} {loss:6.2f} {bleu:6.1f}")
 
     print("  M tokens/batch   loss   BLEU")
     print(*results, sep="\n")
+    comparison.tell_if_too_short(arguments, bleus)
     return 0
 
 

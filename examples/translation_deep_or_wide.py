@@ -15,8 +15,11 @@ of messages ("high") and for the 5 others ("low").
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
 
 import flags
 from translation import comparison, data
@@ -37,7 +40,7 @@ QUICK_MODELS = {
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = comparison.make_parser("Compares a deep and a wide Transformer with equal parameters.")
     count = flags.whole(at_least=1)
-    parser.add_argument("--micro-batches", type=count, default=4)
+    parser.add_argument("--micro-batches", type=count, default=4, help="M")
     parser.add_argument("--rows", type=count, default=64, help="pairs in a mini-batch")
     arguments = comparison.parse(parser, argv)
     arguments.models = QUICK_MODELS if arguments.quick else MODELS
@@ -54,16 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     low = [pair for pair in corpus.held_out if pair.language in data.LOW_RESOURCE]
     high = [pair for pair in corpus.held_out if pair.language not in data.LOW_RESOURCE]
 
-    results = []
+    results, bleus = [], []
     for name, sizes in arguments.models.items():
         print(f"{name}: T({sizes['layers']}, {sizes['hidden']}, {sizes['heads']})")
         model = comparison.train(arguments, corpus, sizes, arguments.micro_batches, arguments.rows)
         scores = comparison.scores(arguments, corpus, model, [high, low])
+        bleus += [bleu for _, bleu in scores]
         columns = "".join(f" {loss:8.2f} {bleu:9.1f}" for loss, bleu in scores)
         results.append(f"{name} {model.count_params():12,}{columns}")
 
     print("model  parameters loss high BLEU high loss low  BLEU low")
     print(*results, sep="\n")
+    comparison.tell_if_too_short(arguments, bleus)
     return 0
 
 

@@ -32,8 +32,11 @@ above has 6,102,188,032 parameters.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
 
 import flags
 import keras
@@ -59,24 +62,29 @@ LANGUAGE_MODEL = {"layers": 103, "hidden": 8192, "heads": 16, "width": 2048, "vo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Trains a translation Transformer, in a pipeline on logical CPUs.")
+    parser = argparse.ArgumentParser(
+        usage=flags.USAGE,
+        description="Trains a translation Transformer, in a pipeline on logical CPUs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     count = flags.whole(at_least=1)
-    parser.add_argument("--stages", type=count, default=4)
-    parser.add_argument("--micro-batches", type=count, default=4)
+    parser.add_argument("--stages", type=count, default=4, help="K, each on a logical CPU")
+    parser.add_argument("--micro-batches", type=count, default=4, help="M")
     for name, meaning in SIZES.items():
         kind = flags.whole(at_least=2, a_multiple_of=2) if name == "width" else count
         defaults = f"{SMALL[name]}; with --plan {PAPER[name]}, or {LANGUAGE_MODEL[name]} of the language model"
-        parser.add_argument(f"--{name}", type=kind, help=f"{meaning} ({defaults})")
-    parser.add_argument("--languages", type=language, nargs="+", default=data.LANGUAGES, help="such as de nl; or all")
+        meaning = f"{meaning} (default: {defaults})"
+        parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=meaning)
+    parser.add_argument("--languages", type=language, nargs="+", default=data.LANGUAGES, help="names, or all")
     temperature = "of the sampling of languages; 1: as they are"
     parser.add_argument("--temperature", type=flags.number(at_least=1), default=5.0, help=temperature)
     tokens = flags.whole(at_least=data.LENGTH)
     parser.add_argument("--batch-tokens", type=tokens, default=1536, help="padding included")
-    parser.add_argument("--epochs", type=count, default=8)
+    parser.add_argument("--epochs", type=count, default=8, help="passes over the text")
     parser.add_argument("--minutes", type=flags.number(at_least=0), default=10.0, help="most time to train")
-    parser.add_argument("--beam", type=count, default=4)
+    parser.add_argument("--beam", type=count, default=4, help="translations kept in the search")
     parser.add_argument("--test-pairs", type=count, default=400, help="most held-out messages to translate")
-    parser.add_argument("--seed", type=flags.whole(at_least=0, below=2**32), default=0)
+    parser.add_argument("--seed", type=flags.whole(at_least=0, below=2**32), default=0, help="of weights and data")
     parser.add_argument("--plan", action="store_true", help="only show how a model of the paper is cut")
     parser.add_argument("--language-model", action="store_true", help="with --plan: of the language model")
     parser.add_argument("--quick", action="store_true", help="a tiny model, three languages and a few steps")
@@ -113,8 +121,7 @@ def sizes(arguments: argparse.Namespace) -> dict[str, int]:
     if arguments.quick:
         return dict(QUICK)
     defaults = LANGUAGE_MODEL if arguments.language_model else PAPER if arguments.plan else SMALL
-    given = {name: getattr(arguments, name) for name in SIZES}
-    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    return {**defaults, **{name: value for name, value in vars(arguments).items() if name in SIZES}}
 
 
 def show_plan(arguments: argparse.Namespace, strategy: tf_gpipe.GPipeStrategy) -> None:
@@ -151,9 +158,14 @@ def print_scores(arguments: argparse.Namespace, model: keras.Model, corpus: data
     sources, references = [pair.source for pair in pairs], [pair.english for pair in pairs]
     translations = decoding.Translator(model, corpus.tokenizer)(sources, arguments.beam)
     copied = decoding.bleu(sources, references)
-    print(f"BLEU {decoding.bleu(translations, references):.1f}, of the copied source {copied:.1f}")
+    bleu = decoding.bleu(translations, references)
+    print(f"BLEU {bleu:.1f}, of the copied source {copied:.1f}")
     for pair, translation in data.every(list(zip(pairs, translations, strict=True)), SAMPLES):
         print(f"{pair.language}: {pair.source} -> {translation} ({pair.english})")
+    if arguments.quick:
+        print("--quick: too short to learn, it only shows that all of it runs")
+    elif bleu < decoding.LEAST_BLEU:
+        print(f"BLEU below {decoding.LEAST_BLEU:.0f}: too short to learn to translate; raise --epochs, --minutes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 
@@ -18,16 +19,24 @@ import tensorflow as tf
 import tf_gpipe
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(page: pathlib.Path) -> list[str]:
+    """What stands between fences."""
+    return [block.split("\n", 1)[1] for block in page.read_text().split("```")[1::2]]
+
+
 README = (ROOT / "README.md").read_text()
-BLOCKS = [block.split("\n", 1)[1] for block in README.split("```")[1::2]]
+BLOCKS = blocks(ROOT / "README.md")
 MODULES = [f"tf_gpipe.{module.name}" for module in pkgutil.iter_modules(tf_gpipe.__path__)]
 
 
-def run(command: list[str], timeout: float) -> str:
-    """Runs a command from the root of the project and returns what it printed."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=dict(os.environ))
+def run(command: list[str], timeout: float, folder: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder, where nothing in the environment makes TensorFlow quiet."""
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return done
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -47,11 +56,18 @@ def test_public_names_exist_and_have_examples():
         assert getattr(tf_gpipe.GPipeStrategy, method).__doc__
 
 
-def test_readme_program_prints_the_plan_shown():
-    program = next(block for block in BLOCKS if "set_logical_cpus" in block)
-    printed = run([sys.executable, "-c", program], timeout=120)
+def test_programs_of_the_readme_and_of_the_page_on_timelines(tmp_path):
+    """One after another, as a reader would paste them; the first prints the plan that is shown."""
+    page = blocks(ROOT / "docs" / "timelines.md")
+    programs = [block for block in BLOCKS + page if "import tf_gpipe" in block or "timeline.save" in block]
+    assert len(programs) == 3
+    program = "\n".join(programs)
+    printed = run([sys.executable, "-c", program], timeout=240, folder=tmp_path).stdout
     shown = next(block for block in BLOCKS if block.startswith("stage  device"))
     assert printed.startswith(shown)
+    assert printed.count("stage  compute  recompute  transfer  bubble  imbalance") == 3
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    assert {"timeline.svg", "timeline.json", "logs/step_000100.json"} <= written
 
 
 def test_readme_shows_the_schedule_that_runs():
@@ -85,5 +101,20 @@ def test_links_lead_somewhere():
 
 
 def test_the_demo_runs():
-    printed = run([sys.executable, "examples/digits_amoebanet.py", "--quick"], timeout=240)
-    assert "largest difference of any weight" in printed
+    done = run([sys.executable, "examples/digits_amoebanet.py", "--quick"], timeout=240)
+    assert "largest difference of any weight" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("--quick: too short to learn")
+    assert done.stderr == ""
+
+
+def test_make_env_says_what_it_does(tmp_path):
+    """With an interpreter that does nothing, in a copy of the Makefile."""
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/true")
+    printed = subprocess.run(
+        ["make", "env", "PYTHON=true"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert printed[0].startswith("Installing tf_gpipe[cpu,examples,dev] into .venv: ")
+    assert printed[1:] == ["Done: .venv/bin/python has it"]

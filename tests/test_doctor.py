@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import keras
@@ -34,6 +37,7 @@ HEALTHY = Facts(
     python="3.12.4",
     system="Linux",
     packages={"tf_gpipe": "0.1.0", "keras": "3.15.1", "numpy": "2.1.0", "tensorflow": "2.21.0"},
+    installed=False,
     environment={},
     nvidia_gpus=[A100, A100],
     nvidia_error="",
@@ -76,7 +80,7 @@ FAULTS = {
     "nothing, in a Python without wheels": (
         without(NO_MODULE, wheels={}, python="3.14.0"),
         "TensorFlow is not installed",
-        "# in a clone of tf_gpipe, in an environment of Python 3.10 to 3.13, since TensorFlow has no wheels for 3.14.0",
+        "pip install '.[cpu]'  # in a clone of tf_gpipe, in an environment of Python 3.10 to 3.13, since",
     ),
     "two wheels": (
         machine(wheels={"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}),
@@ -237,7 +241,7 @@ NOTES = {
     "the wheel for TPUs on a CPU": (
         machine(CPU_MACHINE, wheels={"tensorflow-tpu": "2.20.0", "libtpu": "0.0.14"}, tensorflow="2.20.0"),
         "no sign of a TPU",
-        "pip uninstall -y tensorflow-tpu libtpu",
+        "pip uninstall -y tensorflow-tpu libtpu && pip install '.[cpu]'  # in a clone of tf_gpipe",
     ),
     "the flag of JAX": (
         machine(environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
@@ -268,6 +272,16 @@ def test_notes(case):
     (finding,) = said(findings, message, remedy)
     assert not any(finding.is_fault for finding in findings)
     assert f"note: {finding.message}\n    {finding.remedy}" in doctor_checks.report(facts, findings)
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, remedy) in {**FAULTS, **NOTES}.items() if "clone" in remedy])
+def test_whoever_installed_a_wheel_is_not_told_of_a_clone(case):
+    facts, _, _ = {**FAULTS, **NOTES}[case]
+    there = [finding.remedy for finding in doctor_checks.diagnose(dataclasses.replace(facts, installed=True))]
+    in_clone = [finding.remedy for finding in doctor_checks.diagnose(facts)]
+    pattern = re.compile(r"'\.(\[\w+\])'  # in a clone of tf_gpipe(?:(, )|$)")
+    changed = [pattern.sub(lambda found: f"'tf_gpipe{found[1]}'{'  # ' if found[2] else ''}", r) for r in in_clone]
+    assert there == changed != in_clone
 
 
 def test_each_check_finds_something_in_some_case():
@@ -513,10 +527,39 @@ def test_a_reader_that_has_gone_is_no_error(replace_tensorflow, options):
     assert (done.returncode, done.stderr) == (1, "")  # 1 for the fault
 
 
-def test_a_command_is_required(capsys):
-    with pytest.raises(SystemExit):
-        cli.main([])
-    assert "required: command" in capsys.readouterr().err
+def test_without_a_command_the_help_is_printed(capsys):
+    assert cli.main([], prog="python -m tf_gpipe") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: python -m tf_gpipe [-h] [--version] command ...\n")
+    assert "doctor" in printed.out
+    assert printed.err == ""
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tf_gpipe {tf_gpipe.__version__}\n"
+
+
+def test_a_command_that_there_is_not(capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        cli.main(["docter"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: tf_gpipe [-h] [--version] command ..."
+    assert error.startswith("tf_gpipe: error: argument command: invalid choice: 'docter'")
+
+
+def test_both_ways_to_start_it():
+    """The console script, which pip makes, and the package as a program."""
+    [entry] = metadata.entry_points(group="console_scripts", name="tf_gpipe")
+    assert entry.load() is cli.main
+    for name, start in (
+        ("tf_gpipe", [str(Path(sysconfig.get_path("scripts")) / "tf_gpipe")]),
+        ("python -m tf_gpipe", [sys.executable, "-m", "tf_gpipe"]),
+    ):
+        done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"usage: {name} [-h]")
 
 
 def test_the_command_in_a_process_of_its_own():

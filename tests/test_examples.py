@@ -11,14 +11,20 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import tf_gpipe
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]\d+)?)"
 
 
 def run_quickly(name: str) -> str:
+    """What an example prints, where nothing in the environment makes TensorFlow quiet."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stderr == ""
+    assert re.search(r"^--quick: .*too short to ", done.stdout, re.MULTILINE)
     return done.stdout
 
 
@@ -121,6 +127,45 @@ def test_mixed_precision():
     assert steps["mixed_float16"] < 80, "some steps overflowed"
     assert scales["mixed_float16"] == 2 ** (24 - (80 - steps["mixed_float16"])), "each of them halved the scale"
     assert min(float(values[-1]) for values in rows.values()) > 85
+
+
+PROGRAMS = [path.stem for path in EXAMPLES.glob("*.py") if "add_argument(" in path.read_text() and path.stem != "flags"]
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What a program says of words on its command line, and its exit status; it has to end there."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "benchmarks"))
+
+    def run(name: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        monkeypatch.setattr(tf_gpipe, "set_logical_cpus", lambda count: pytest.fail("it has begun to work"))
+        with pytest.raises(SystemExit) as ended:
+            load(name).main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "benchmarks/run"])
+def test_help_shows_the_default_of_every_flag(name, said):
+    code, printed, _ = said(name, "--help")
+    assert code == 0
+    flags = re.split(r"^  (?=-)", printed, flags=re.MULTILINE)[1:]
+    assert flags[0].startswith("-h, --help")
+    assert len(flags) > 1
+    for flag in flags[1:]:
+        assert "(default: " in " ".join(flag.split()), flag
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "benchmarks/run"])
+def test_a_wrong_flag_takes_two_lines(name, said):
+    code, printed, error = said(name, "--nonsense")
+    assert (code, printed) == (2, "")
+    usage, message = error.splitlines()
+    assert usage.startswith("usage: ")
+    assert ": error: " in message
 
 
 def test_every_example_has_a_line_in_the_readme():

@@ -252,6 +252,10 @@ def test_training(trained):
     assert "Going on" not in printed
     assert "9 operations of 'amoebanet_b'" in printed
     assert printed.count("val_top_5: 1.0000") == 2  # there are four classes
+    too_short = (
+        "Too short to learn: 12 steps, where --average 0.9 needs 30. Take a smaller --average, 0 for none, or more"
+    )
+    assert printed.count(too_short) == 2  # before the first epoch and after the last
     assert re.search(r"^top-1 \d+\.\d %, top-5 100\.0 %$", printed, re.MULTILINE)
     assert list(output.glob("logs/train/events*"))
 
@@ -441,6 +445,41 @@ def test_a_split_needs_images(folder, tmp_path, capsys):
     printed = refusal(["--data", f"folder:{tmp_path / 'photos'}", "--batch-size", "8", *MODEL, *PIPELINE], capsys)
     assert "Expected a data set with images in a split to evaluate on, validation or test." in printed
     assert "images in ['train']." in printed
+
+
+def test_a_broken_image_is_named(folder, tmp_path, capsys):
+    photos = shutil.copytree(folder, tmp_path / "photos")
+    broken = photos / "train" / "red" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    arguments = [
+        "--data",
+        f"folder:{photos}",
+        *MODEL,
+        *RECIPE,
+        "--stages",
+        "1",
+        "--micro-batches",
+        "1",
+        "--epochs",
+        "1",
+    ]
+    printed = refusal([*arguments, "--output", str(tmp_path / "run")], capsys)
+    [message] = printed.splitlines()
+    assert (
+        f"error: Expected files that can be read as images. Received: {broken}. Mend or remove it, and run" in message
+    )
+    (photos / "test" / "blue" / "1.png").write_bytes(b"no image")
+    with (
+        pytest.raises(images.BrokenFileError, match=rf"Received: {photos}/test/blue/1.png and 1 more like it\."),
+        images.naming_broken_files(images.open_data(f"folder:{photos}")),
+    ):
+        raise tf.errors.InvalidArgumentError(None, None, "what TensorFlow says of the first")
+
+
+def test_other_errors_than_of_broken_images_stay(folder, data):
+    for builder in (images.open_data(f"folder:{folder}"), images.open_data("photos", data)):
+        with pytest.raises(tf.errors.OpError, match="out of memory"), images.naming_broken_files(builder):
+            raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
 
 
 def test_imagenet_without_its_files_is_refused_by_what_tfds_says(tmp_path, capsys):

@@ -1,11 +1,13 @@
 """The translation example: counts, masks, stability, data, loss, beam search, and the scripts."""
 
+import argparse
 import collections
 import contextlib
 import functools
 import importlib
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -23,8 +25,8 @@ import tf_gpipe
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
-data, decoding, model, training = (
-    importlib.import_module(f"translation.{name}") for name in ("data", "decoding", "model", "training")
+comparison, data, decoding, model, training = (
+    importlib.import_module(f"translation.{name}") for name in ("comparison", "data", "decoding", "model", "training")
 )
 shapes = importlib.import_module("shapes")
 
@@ -389,12 +391,30 @@ def test_bleu_is_that_of_sacrebleu():
     assert decoding.bleu(hypotheses, references) == sacrebleu.corpus_bleu(hypotheses, [references]).score
 
 
+TOO_SHORT = "--quick: too short to learn, it only shows that all of it runs"
+
+
+@pytest.mark.parametrize(
+    ("quick", "bleus", "said"),
+    [
+        (True, [30.0], f"{TOO_SHORT}\n"),
+        (False, [12.0, 0.9], "BLEU below 1: too short to learn to translate; give it more --steps\n"),
+        (False, [12.0, 1.0], ""),
+    ],
+)
+def test_a_training_too_short_to_translate_says_so(quick, bleus, said, capsys):
+    comparison.tell_if_too_short(argparse.Namespace(quick=quick), bleus)
+    assert capsys.readouterr().out == said
+
+
 def run(*arguments: str) -> str:
     """Runs a script and returns what it printed."""
     name, *rest = arguments
     command = [sys.executable, f"examples/translation_{name}.py", *rest]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stderr == ""  # TensorFlow is quiet, though the environment does not ask for it
     return done.stdout
 
 
@@ -402,6 +422,7 @@ def test_transformer_script():
     printed = run("transformer", "--quick")
     assert "negative log likelihood of a held-out token" in printed
     assert "of the copied source" in printed
+    assert printed.splitlines()[-1] == TOO_SHORT
 
 
 def test_transformer_script_plans_a_model_of_the_paper():
@@ -430,13 +451,15 @@ def test_deep_and_wide_have_equally_many_parameters():
 
 
 def test_deep_or_wide_script():
-    rows = [line.split() for line in run("deep_or_wide", "--quick").splitlines()[-2:]]
+    rows = [line.split() for line in run("deep_or_wide", "--quick").splitlines()[-3:]]
+    assert " ".join(rows.pop()) == TOO_SHORT
     assert [row[0] for row in rows] == ["deep", "wide"]
     assert all(len(row) == 6 for row in rows)
 
 
 def test_batch_size_script():
-    rows = [line.split() for line in run("batch_size", "--quick").splitlines()[-3:]]
+    rows = [line.split() for line in run("batch_size", "--quick").splitlines()[-4:]]
+    assert " ".join(rows.pop()) == TOO_SHORT
     assert [row[:2] for row in rows] == [["1", "384"], ["2", "768"], ["4", "1,536"]]
 
 

@@ -4,30 +4,59 @@ Names are loaded when they are first used, so that the parts without TensorFlow 
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tf_gpipe.version import __version__
 
-_HOME = {
-    "Event": "timeline",
-    "GPipeError": "errors",
-    "GPipeStrategy": "strategy",
-    "Plan": "plan",
-    "Schedule": "schedule",
-    "Task": "schedule",
-    "Timeline": "timeline",
-    "TimelineCallback": "callbacks",
-    "draw": "drawing",
-    "set_logical_cpus": "devices",
-}
+__all__ = [
+    "Event",
+    "GPipeError",
+    "GPipeStrategy",
+    "Plan",
+    "Schedule",
+    "Task",
+    "Timeline",
+    "TimelineCallback",
+    "__version__",
+    "draw",
+    "set_logical_cpus",
+]
 
-__all__ = [*_HOME, "__version__"]
+if TYPE_CHECKING:  # what checkers and editors read instead of `__getattr__`
+    from tf_gpipe.callbacks import TimelineCallback
+    from tf_gpipe.devices import set_logical_cpus
+    from tf_gpipe.drawing import draw
+    from tf_gpipe.errors import GPipeError
+    from tf_gpipe.plan import Plan
+    from tf_gpipe.schedule import Schedule, Task
+    from tf_gpipe.strategy import GPipeStrategy
+    from tf_gpipe.timeline import Event, Timeline
+else:
+    _HOME = {
+        "Event": "timeline",
+        "GPipeError": "errors",
+        "GPipeStrategy": "strategy",
+        "Plan": "plan",
+        "Schedule": "schedule",
+        "Task": "schedule",
+        "Timeline": "timeline",
+        "TimelineCallback": "callbacks",
+        "draw": "drawing",
+        "set_logical_cpus": "devices",
+    }
 
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'tf_gpipe' has no attribute '{name}'")
+        try:
+            return getattr(importlib.import_module(f"tf_gpipe.{_HOME[name]}"), name)
+        except ModuleNotFoundError as error:
+            from tf_gpipe import installation
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'tf_gpipe' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"tf_gpipe.{_HOME[name]}"), name)
+            missing = installation.missing(name, error)
+            if missing is None:
+                raise
+        raise missing  # outside, so that no chain of errors is shown
 
 
 def __dir__() -> list[str]:

@@ -5,4 +5,4 @@ import sys
 from tf_gpipe import cli
 
 if __name__ == "__main__":
-    sys.exit(cli.main())
+    sys.exit(cli.main(prog="python -m tf_gpipe"))

@@ -1,4 +1,4 @@
-"""The command line: `python -m tf_gpipe COMMAND`.
+"""The command line: `tf_gpipe COMMAND`, or `python -m tf_gpipe COMMAND`.
 
 A command is a subparser whose `run` takes the parsed options and returns the exit code. Nothing here imports
 TensorFlow.
@@ -15,22 +15,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_gpipe import doctor_checks, doctor_facts
+from tf_gpipe.version import __version__
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+def main(arguments: Sequence[str] | None = None, prog: str = "tf_gpipe") -> int:
+    """Runs a command; without one, prints the help.
 
     Args:
-        arguments: words after `python -m tf_gpipe`; None for those of this process.
+        arguments: words after the program's name; None for those of this process.
+        prog: how the program was called, for its help.
 
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m tf_gpipe", description="GPipe for TensorFlow 2 and Keras 3.")
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    parser = argparse.ArgumentParser(prog=prog, description="GPipe for TensorFlow 2 and Keras 3.")
+    parser.add_argument("--version", action="version", version=f"tf_gpipe {__version__}")
+    parser.set_defaults(run=lambda options: _write(parser.format_help().rstrip()))
+    commands = parser.add_subparsers(title="commands", metavar="command")
     _add_doctor(commands)
     options = parser.parse_args(arguments)
-    return int(options.run(options))
+    return int(options.run(options) or 0)
 
 
 def _add_doctor(commands: Any) -> None:

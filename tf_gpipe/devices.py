@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import installation
 from tf_gpipe.errors import DeviceError, DeviceStartedError
 
 
@@ -146,11 +147,12 @@ def start_tpus() -> list[str]:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
         topology = tf.tpu.experimental.initialize_tpu_system(resolver)
     except Exception as error:  # of many kinds, by what is missing
+        reason = str(error).split("\n")[0].split(" used by {{node")[0]  # whose attributes follow, a line of them
         raise DeviceError(
-            f"Expected a machine with TPUs, and TensorFlow's wheel for them. Received: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. On a TPU VM, `pip install '.[tpu]'` in a "
-            "clone of tf_gpipe, in an environment without other wheels of TensorFlow; `python -m tf_gpipe doctor` "
-            "tells what is there."
+            "Expected a machine with TPUs, and TensorFlow's wheel for them. Received: "
+            f"{type(error).__name__}: {reason.rstrip('.')}. "
+            f"On a TPU VM, in an environment without other wheels of TensorFlow: `{installation.command('tpu')}`; "
+            "`python -m tf_gpipe doctor` tells what is there."
         ) from error
     return ring(topology)
 

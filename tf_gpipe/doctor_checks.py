@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from tf_gpipe import installation
 from tf_gpipe.doctor_facts import FLAGS, Facts
 
 # Releases from the first up to, but without, the second: those of setup.py.
@@ -45,11 +46,11 @@ def check_installed(facts: Facts) -> Finding | None:
     """TensorFlow is installed."""
     if facts.wheels or not facts.runtime.tensorflow_error:
         return None
-    remedy = _install(facts)
+    remark = ""
     if _release(facts.python) > NEWEST_PYTHON:
         newest = ".".join(map(str, NEWEST_PYTHON))
-        remedy += f", in an environment of Python 3.10 to {newest}, since TensorFlow has no wheels for {facts.python}"
-    return Finding(True, "TensorFlow is not installed.", remedy)
+        remark = f"in an environment of Python 3.10 to {newest}, since TensorFlow has no wheels for {facts.python}"
+    return Finding(True, "TensorFlow is not installed.", _install(facts, remark))
 
 
 def check_one_wheel(facts: Facts) -> Finding | None:
@@ -145,7 +146,7 @@ def check_gpus_seen(facts: Facts) -> Finding | None:
     message += (
         " Most often CUDA's libraries are missing, which the extra brings along, or the driver is too old for them."
     )
-    return Finding(True, message, f"{_install(facts)}; then, if it stays so, for the reason: {look}")
+    return Finding(True, message, _install(facts, f"then, if it stays so, for the reason: {look}"))
 
 
 def _num_visible(visible: str, there: int) -> int:
@@ -188,7 +189,7 @@ def check_tpu_missing(facts: Facts) -> Finding | None:
     if facts.wheels != ["tensorflow-tpu"] or facts.tpu_signs:
         return None
     message = "tensorflow-tpu is installed, but there is no sign of a TPU. On CPUs it fails with jit_compile=True."
-    remedy = "pip uninstall -y tensorflow-tpu libtpu && pip install '.[cpu]'  # in a clone of tf_gpipe"
+    remedy = f"pip uninstall -y tensorflow-tpu libtpu && {installation.command('cpu', facts.installed)}"
     return Finding(False, message, remedy)
 
 
@@ -312,9 +313,12 @@ def report(facts: Facts, findings: Sequence[Finding]) -> str:
     return "\n".join(text)
 
 
-def _install(facts: Facts) -> str:
-    """The command that installs the TensorFlow of this machine; it ends with a comment."""
-    return f"pip install '.[{facts.extra}]'  # in a clone of tf_gpipe"
+def _install(facts: Facts, remark: str = "") -> str:
+    """The command that installs the TensorFlow of this machine, with a comment where there is something to say."""
+    command = installation.command(facts.extra, facts.installed)
+    if not remark:
+        return command
+    return f"{command}{', ' if '  # ' in command else '  # '}{remark}"
 
 
 def _reinstall(facts: Facts) -> str:

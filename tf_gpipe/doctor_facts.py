@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from tf_gpipe import installation
 from tf_gpipe.version import __version__
 
 WHEELS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly", "tf-nightly-cpu", "tf-nightly-tpu")
@@ -106,6 +107,7 @@ class Facts:
         python: its version.
         system: operating system and processor.
         packages: versions of what is installed, by distribution.
+        installed: whether pip installed tf_gpipe; else it is a clone on the path.
         environment: variables that bear on devices, if they are set.
         nvidia_gpus: the GPUs that `nvidia-smi` lists, whether TensorFlow sees them or not.
         nvidia_error: what `nvidia-smi` said if it failed.
@@ -117,6 +119,7 @@ class Facts:
     python: str
     system: str
     packages: dict[str, str]
+    installed: bool
     environment: dict[str, str]
     nvidia_gpus: Sequence[Gpu]
     nvidia_error: str
@@ -178,6 +181,7 @@ def gather() -> Facts:
         python=platform.python_version(),
         system=platform.platform(),
         packages=_packages(),
+        installed=installation.is_installed(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         nvidia_gpus=gpus,
         nvidia_error=error,

@@ -7,6 +7,7 @@
         ├── ScheduleError        (ValueError)    a schedule is incomplete or can never finish
         ├── DeviceError          (ValueError)    too few devices, or unknown ones
         ├── DeviceStartedError   (RuntimeError)  TensorFlow has started; its devices are fixed
+        ├── InstallationError    (ImportError)   TensorFlow or Keras is not installed
         ├── ModelError           (ValueError)    a model that cannot be pipelined as it stands
         └── MicroBatchError      (ValueError)    a mini-batch that cannot be split
 
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceError",
     "DeviceStartedError",
     "GPipeError",
+    "InstallationError",
     "MicroBatchError",
     "ModelError",
     "PartitionError",
@@ -51,6 +53,10 @@ class DeviceError(GPipeError, ValueError):
 
 class DeviceStartedError(GPipeError, RuntimeError):
     """TensorFlow has already started, so its devices can no longer be configured."""
+
+
+class InstallationError(GPipeError, ImportError):
+    """TensorFlow, or something else that this package needs, is not installed."""
 
 
 class ModelError(GPipeError, ValueError):

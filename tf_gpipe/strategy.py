@@ -14,7 +14,7 @@ import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -81,7 +81,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         partition: Partition = "flops",
         remat: Remat = "except_last",
         schedule: str = "gpipe",
-        jit_compile: bool | str = False,
+        jit_compile: bool | Literal["auto"] = False,
     ) -> None:
         if keras.backend.backend() != "tensorflow":
             raise ArgumentError(

@@ -7,8 +7,9 @@ sees the same data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
@@ -75,6 +76,44 @@ def prepare(builder: tfds.core.DatasetBuilder) -> None:
         builder.download_and_prepare()
     except AssertionError as error:  # which TensorFlow Datasets raises where files of the user are not there
         raise ValueError(f"Expected the files of '{builder.name}'. Received: {error}") from error
+
+
+class BrokenFileError(ValueError):
+    """Files of a data set that are named as images cannot be read as such."""
+
+
+@contextlib.contextmanager
+def naming_broken_files(builder: tfds.core.DatasetBuilder) -> Iterator[None]:
+    """Where TensorFlow fails inside, and files of the user's folder cannot be read, an error names them.
+
+    Raises:
+        BrokenFileError: some files are broken.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        broken = _broken_files(builder)
+        if not broken:
+            raise
+        more = f" and {len(broken) - 1} more like it" if len(broken) > 1 else ""
+        raise BrokenFileError(
+            f"Expected files that can be read as images. Received: {broken[0]}{more}. Mend or remove "
+            f"{'them' if more else 'it'}, and run the same command again."
+        ) from error
+
+
+def _broken_files(builder: tfds.core.DatasetBuilder) -> list[str]:
+    """Names of all files in a user's folder that are no images; of a data set of TensorFlow Datasets, none."""
+    if not isinstance(builder, tfds.folder_dataset.ImageFolder):
+        return []
+    broken = []
+    for split in _splits(builder):
+        for example in builder.as_dataset(split=split, decoders={"image": tfds.decode.SkipDecoding()}):
+            try:
+                tf.io.decode_image(example["image"], expand_animations=False)
+            except tf.errors.OpError:
+                broken.append(example["image/filename"].numpy().decode())
+    return sorted(broken)
 
 
 def num_classes(builder: tfds.core.DatasetBuilder) -> int:

@@ -82,13 +82,17 @@ def last_figures(docs: Path, name: str, quick: bool) -> dict | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measures speed and memory.")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--help] [flags] NAME ...", description="Measures speed and memory."
+    )
     parser.add_argument("names", nargs="+", choices=[*BENCHMARKS, "all"], metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--quick", action="store_true", help="tiny models, one repeat: to see that everything runs")
-    parser.add_argument("--write", action="store_true", help="put the figures into docs/")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of benchmarks.md and benchmarks.json")
-    parser.add_argument("--repeats", type=int, help="measurements of each; the smallest counts (3; 1 with --quick)")
-    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has PyTorch")
+    quick = "tiny models, one repeat: to see that everything runs (default: full size)"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--write", action="store_true", help="put the figures into docs/ (default: only print them)")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of benchmarks.md and .json (default: docs)")
+    parser.add_argument("--repeats", type=int, help="of each, the smallest counts (default: 3; 1 with --quick)")
+    torch = "an interpreter that has PyTorch (default: this one)"
+    parser.add_argument("--torch-python", default=sys.executable, help=torch)
     arguments = parser.parse_args()
     if arguments.quick and arguments.write and arguments.docs.resolve() == DOCS.resolve():
         parser.error("figures of a quick run say nothing: leave out --quick, or give --docs another folder")

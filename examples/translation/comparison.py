@@ -15,12 +15,13 @@ BEAM = 4
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser with the flags that both comparisons have."""
-    parser = argparse.ArgumentParser(description=description)
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(usage=flags.USAGE, description=description, formatter_class=defaults)
     count = flags.whole(at_least=1)
-    parser.add_argument("--stages", type=count, default=2)
+    parser.add_argument("--stages", type=count, default=2, help="K, each on a logical CPU")
     parser.add_argument("--steps", type=flags.whole(at_least=PARTS), default=400, help="of each training")
     parser.add_argument("--test-pairs", type=count, default=200, help="most held-out messages to translate at a time")
-    parser.add_argument("--seed", type=flags.whole(at_least=0, below=2**32), default=0)
+    parser.add_argument("--seed", type=flags.whole(at_least=0, below=2**32), default=0, help="of weights and data")
     parser.add_argument("--quick", action="store_true", help="tiny models, three languages and a few steps")
     return parser
 
@@ -75,3 +76,11 @@ def scores(
         )
         for pairs in groups
     ]
+
+
+def tell_if_too_short(arguments: argparse.Namespace, bleus: Sequence[float]) -> None:
+    """Says so where the trainings were too short to learn, so that nobody takes the figures for the models'."""
+    if arguments.quick:
+        print("--quick: too short to learn, it only shows that all of it runs")
+    elif min(bleus) < decoding.LEAST_BLEU:
+        print(f"BLEU below {decoding.LEAST_BLEU:.0f}: too short to learn to translate; give it more --steps")

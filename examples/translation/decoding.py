@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from translation.data import END, PAD, START, pad
 
+LEAST_BLEU = 1.0  # a model with less has not begun to translate
+
 
 def beam_search(
     next_log_probabilities: Callable[[np.ndarray], np.ndarray],
