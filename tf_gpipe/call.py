@@ -9,6 +9,9 @@ kind of device and bounds memory. What a stage needs is sent straight to it from
 connection over several cuts passes no stage in between. The loss is not taken here: whoever called the model takes it
 from the gathered outputs of the whole mini-batch, so that every reduction and mask is exact.
 
+State that no data move starts each micro-batch where it was before the step, and moves once a mini-batch; state that
+the data move is handed from micro-batch to micro-batch, and moves once a micro-batch (`state.py`).
+
 The loop over micro-batches is unrolled: one call operation for each task. See docs/decisions/0001-form-of-the-loop.md.
 """
 

@@ -4,7 +4,8 @@ They are pure `tf.function`s, described in `stage_functions.py`. The backward fu
 the stage's stored inputs (rematerialisation) and takes its gradient, adding each weight's gradient to the running sum
 it is given, or giving the operands of one that is deferred (`gradients.py`). The functions are not inlined where they
 are called (`_noinline`): otherwise Grappler would merge the recomputation with the forward pass and keep all
-activations. `tf.recompute_grad` is not used, see docs/decisions/0002-rematerialisation.md.
+activations. `tf.recompute_grad` is not used, see docs/decisions/0002-rematerialisation.md. What new values of state
+depend on is read off the forward function (`dependence.py`), for a call to know how often they move.
 """
 
 from __future__ import annotations
