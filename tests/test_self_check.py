@@ -19,6 +19,7 @@ FACTS = doctor_facts.Facts(
     python="3.12.4",
     system="Linux",
     packages={"tf_gpipe": tf_gpipe.__version__},
+    installed=True,
     environment={},
     nvidia_gpus=[],
     nvidia_error="",
