@@ -141,10 +141,10 @@ def test_a_transfer_during_a_wait_for_a_slower_stage_costs_nothing():
 def test_unequal_stages():
     simulation = Schedule.gpipe(2, 2).simulate([1, 3], [1, 3])
     timeline = Timeline.from_simulation(simulation, tick=1)
-    # 14 ticks; equal stages of 2 would idle 4 each; stage 0 idles 10, stage 1 idles 2.
+    # 14 ticks; equal stages of 2 would idle 4 each; stage 0 idles 10, stage 1 idles 2, and no share is below 0.
     assert timeline.device_shares[0] == pytest.approx((4 / 14, 0, 0, 4 / 14, 6 / 14, 0))
-    assert timeline.device_shares[1] == pytest.approx((12 / 14, 0, 0, 4 / 14, -2 / 14, 0))
-    assert timeline.shares.imbalance == pytest.approx(2 / 14)
+    assert timeline.device_shares[1] == pytest.approx((12 / 14, 0, 0, 2 / 14, 0, 0))
+    assert timeline.shares.imbalance == pytest.approx(3 / 14)
 
 
 def test_what_is_before_between_and_after_the_tasks_is_other():
