@@ -203,6 +203,8 @@ class Timeline:
             Seconds, as the class describes; 0 for a forward task.
         """
         part = self.event(task).recomputed
+        if task.kind == "forward":
+            return 0.0
         if part is None:
             part = float(recomputes(task, self.remat, self.schedule.num_micro_batches))
         return min(self._length(task), part * self._median_forward[task.stage])
