@@ -53,6 +53,7 @@ def plan():
             "device": device,
             "operations": operations,
             "flops": flops,
+            "work": 3 * flops,
             "parameters": parameters,
             "received_bytes": received,
         }

@@ -10,7 +10,7 @@ import pytest
 
 from tf_gpipe import partition
 from tf_gpipe.errors import PartitionError
-from tf_gpipe.partition import balance, explicit
+from tf_gpipe.partition import balance, balance_behind, explicit
 
 
 def brute_force(costs, num_stages, boundary_bytes, memory_bytes, limit):
@@ -81,6 +81,34 @@ def test_balance_equals_brute_force(seed):
         smallest = int(str(caught.value).partition("works is ")[2].split()[0])
         assert brute_force(*case, smallest) is not None
         assert brute_force(*case, smallest - 1) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_balance_behind_reaches_the_lightest_bottleneck(seed):
+    random_numbers = random.Random(seed)
+    for _ in range(50):
+        n = random_numbers.randint(1, 9)
+        num_stages, first = random_numbers.randint(1, n), random_numbers.randint(0, n - 1)
+        forward = [random_numbers.randint(0, 5) for _ in range(n)]
+        whole = [
+            cost * random_numbers.choice([1, 1.75, 2]) if i < first else 3 * cost for i, cost in enumerate(forward)
+        ]
+
+        def heaviest(ends):
+            loads = [sum((forward if j <= first else whole)[i:j]) for i, j in itertools.pairwise(ends)]  # noqa: B023
+            return max(loads)
+
+        counts = balance_behind(forward, whole, first, num_stages, boundary_bytes=[1] * n)
+        assert (len(counts), min(counts) >= 1) == (num_stages, True)
+        every = ([0, *cuts, n] for cuts in itertools.combinations(range(1, n), num_stages - 1))
+        assert heaviest([*itertools.accumulate(counts, initial=0)]) == min(map(heaviest, every))
+
+
+def test_balance_behind_is_quick():
+    start = time.perf_counter()
+    counts = balance_behind([1.5] * 1000, [2.75] * 1000, 900, 8, boundary_bytes=[1] * 1000)
+    assert sum(counts) == 1000
+    assert time.perf_counter() - start < 5
 
 
 def test_balance_does_not_depend_on_the_unit():

@@ -552,3 +552,111 @@ def test_variables_that_cannot_be_followed_stay_where_they_are():
     forwards.fit(rows, rows, verbose=0)
     of_b_and_a = [*weights[2:], *weights[:2]]
     assert all((new.numpy() != old).any() for new, old in zip(backwards.weights, of_b_and_a, strict=True))
+
+
+# --- frozen layers ---
+
+
+def chain(*frozen, count=8, width=16):
+    """Dense layers, those at some places frozen; one row is 2 · 16² + 16 FLOPs in each."""
+    model = keras.Sequential([keras.Input([width]), *(layers.Dense(width, "relu") for _ in range(count))])
+    for i in frozen:
+        model.layers[i].trainable = False
+    return model
+
+
+def work(plan):
+    """Work of each stage, in forward passes of one layer of a chain."""
+    return [stage.work / (2 * 16 * 16 + 16) for stage in plan.stages]
+
+
+def frozen_plan(model, partition, num_micro_batches=1, remat="never"):
+    strategy = tf_gpipe.GPipeStrategy(len(partition), num_micro_batches, partition=partition, remat=remat)
+    return strategy.plan(model)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"),
+    [
+        ((), [6, 6, 6, 6]),
+        ((0, 1, 2, 3), [2, 2, 2 + 3, 6]),  # no gradients of inputs for the first that is trained
+        ((0, 1, 2, 3, 4), [2, 2, 1 + 2, 6]),
+        ((0, 1, 2, 3, 4, 5, 6), [2, 2, 2, 1 + 2]),
+        ((2, 3), [2 + 3, 4, 6, 6]),  # in the middle: no gradients of weights
+        ((3, 7), [2 + 3, 3 + 2, 6, 3 + 2]),
+        (range(8), [2, 2, 2, 2]),
+    ],
+)
+def test_work_counts_what_is_done_where_layers_are_frozen(frozen, expected):
+    assert work(frozen_plan(chain(*frozen), [2, 2, 2, 2])) == expected
+
+
+@pytest.mark.parametrize(("remat", "again"), [("always", 1.0), ("except_last", 0.75), ("never", 0.0)])
+def test_only_a_stage_that_goes_back_runs_forward_again(remat, again):
+    plan = frozen_plan(chain(0, 1, 2, 3, 4, 5), [2, 3, 3], 4, remat)
+    assert work(plan) == [2, 3, 1 + 2 + 3 + 3 * again]
+    assert [stage.goes_back for stage in plan.stages] == [False, False, True]
+
+
+def test_a_layer_frozen_inside_another_and_a_frozen_variable_count():
+    model = nested()
+    model.get_layer("encoder").trainable = False
+    plan = tf_gpipe.GPipeStrategy(3, 1, partition=["encoder/c", "head"], remat="never").plan(model)
+    assert [stage.work for stage in plan.stages] == [2 * 36, 36 + 2 * 36, 3 * 9]
+    model = chain()
+    model.layers[0].kernel.trainable = model.layers[0].bias.trainable = False
+    assert work(frozen_plan(model, [1, 7])) == [1, 2 + 6 * 3]
+
+
+def test_moving_averages_are_not_frozen_layers():
+    model = keras.Sequential([keras.Input([4]), layers.Dense(4), layers.BatchNormalization(scale=False, center=False)])
+    model = keras.Sequential([keras.Input([4]), model, layers.Dense(4)])
+    assert [stage.work for stage in frozen_plan(model, [2, 1]).stages] == [3 * 40, 3 * 36]
+
+
+def test_a_branch_of_frozen_layers_goes_forward_only():
+    x = keras.Input([16])
+    left = layers.Dense(16, trainable=False)(layers.Dense(16, trainable=False)(x))
+    y = layers.Dense(16)(layers.Add()([layers.Dense(16)(x), left]))
+    model = keras.Model(x, y)  # in this order: frozen, trained, frozen, sum, trained
+    assert work(frozen_plan(model, [1, 1, 1, 1, 1])) == [1, 2, 1, 3 * 16 / 528, 3]
+    # All that leaves a stage in which something is trained is given a gradient.
+    assert work(frozen_plan(model, [2, 1, 2])) == [3, 2, 3 * 16 / 528 + 3]
+
+
+def test_the_table_tells_shares_of_training():
+    lines = str(frozen_plan(chain(0, 1, 2, 3), [4, 4])).splitlines()
+    assert "2.11 k  26.7 %" in lines[2]  # 4 of 4 + 2 + 9
+    assert "2.11 k  73.3 %" in lines[3]
+    assert lines[4].endswith("balance 0.68")
+
+
+def test_frozen_layers_are_cut_by_what_they_do():
+    strategy = tf_gpipe.GPipeStrategy(2, 4, remat="always")
+    assert [len(stage.steps) for stage in strategy.plan(chain(*range(7))).stages] == [6, 2]  # 6 and 2 · 1 + 1 + 2
+    assert [len(stage.steps) for stage in strategy.plan(chain(*range(8))).stages] == [4, 4]
+    assert [len(stage.steps) for stage in strategy.plan(chain()).stages] == [4, 4]
+    assert [len(stage.steps) for stage in tf_gpipe.GPipeStrategy(4, 4).plan(chain(*range(6))).stages] == [3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("train_first", [False, True])
+def test_a_plan_tells_what_is_frozen_now_and_placed_variables_stay(train_first):
+    strategy = tf_gpipe.GPipeStrategy(2, 2, remat="never")
+    with strategy.scope():
+        model = chain()
+        model.compile("sgd", "mse")
+    if train_first:
+        model.fit(normal(4, 16), normal(4, 16), verbose=0)
+    assert work(strategy.plan(model)) == [12, 12]
+    for layer in model.layers[:4]:
+        layer.trainable = False
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    assert work(strategy.plan(model)) == ([4, 11] if train_first else [6, 9])
+    model.fit(normal(4, 16), normal(4, 16), verbose=0)
+    assert work(strategy.plan(model)) == ([4, 11] if train_first else [6, 9])
+    for layer in model.layers:
+        layer.trainable = True
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    assert sum(work(strategy.plan(model))) == 24

@@ -141,10 +141,10 @@ def test_a_transfer_during_a_wait_for_a_slower_stage_costs_nothing():
 def test_unequal_stages():
     simulation = Schedule.gpipe(2, 2).simulate([1, 3], [1, 3])
     timeline = Timeline.from_simulation(simulation, tick=1)
-    # 14 ticks; equal stages of 2 would idle 4 each; stage 0 idles 10, stage 1 idles 2.
+    # 14 ticks; equal stages of 2 would idle 4 each; stage 0 idles 10, stage 1 idles 2, and no share is below 0.
     assert timeline.device_shares[0] == pytest.approx((4 / 14, 0, 0, 4 / 14, 6 / 14, 0))
-    assert timeline.device_shares[1] == pytest.approx((12 / 14, 0, 0, 4 / 14, -2 / 14, 0))
-    assert timeline.shares.imbalance == pytest.approx(2 / 14)
+    assert timeline.device_shares[1] == pytest.approx((12 / 14, 0, 0, 2 / 14, 0, 0))
+    assert timeline.shares.imbalance == pytest.approx(3 / 14)
 
 
 def test_what_is_before_between_and_after_the_tasks_is_other():
@@ -172,6 +172,57 @@ def test_recomputation_is_as_long_as_forward_tasks_are_and_not_longer_than_the_b
     assert timeline.shares.recompute == pytest.approx(4 / 9)
     timeline = Timeline(Schedule.gpipe(1, 2), found, 0, 9, "except_last")
     assert [timeline.recompute(Task.parse(text)) for text in ("0B0", "0B1")] == [2, 0]
+
+
+def frozen_first(micro_batches=4, remat="always"):
+    """Two stages of which the first, of frozen layers, only goes forward; the second goes back in 1 s, or 2 with R."""
+    schedule = Schedule.gpipe(2, micro_batches)
+    found, free = [Event(Task("forward", 0, m), 0, m, m + 1) for m in range(micro_batches)], 0.0
+    for task in schedule.tasks[1]:
+        again = task.kind == "backward" and (remat == "always" or task.micro_batch < micro_batches - 1)
+        start = max(free, task.micro_batch + 1.0) if task.kind == "forward" else free
+        free = start + 1 + again
+        found.append(Event(task, start, start, free, float(again)))
+        if task.kind == "backward":
+            found.append(Event(Task("backward", 0, task.micro_batch), free, free, free))
+    return Timeline(schedule, tuple(found), 0, free, remat)
+
+
+@pytest.mark.parametrize(("remat", "again"), [("always", 4), ("except_last", 3)])
+def test_a_stage_without_backward_tasks_takes_no_time_in_the_simulation(remat, again):
+    timeline = frozen_first(remat=remat)
+    total = 1 + 4 + 4 + again
+    assert timeline.simulated_duration == pytest.approx(timeline.tasks_duration) == pytest.approx(total)
+    assert all(abs(difference) < 1e-6 for difference in timeline.start_differences().values())
+    assert [timeline.recompute(Task("backward", 0, m)) for m in range(4)] == [0] * 4
+    first, second = timeline.device_shares
+    # Equal stages, of 1 s forward and a half (with R: 1) back, would idle for one task of each kind.
+    assert second == pytest.approx((8 / total, again / total, 0, 1 / total, 0, 0), abs=1e-6)
+    assert (first.compute, first.recompute, first.other) == pytest.approx((4 / total, 0, 0), abs=1e-6)
+    assert first.bubble + first.imbalance == pytest.approx((total - 4) / total)
+
+
+def test_a_task_recomputes_what_its_event_tells():
+    found = [event._replace(recomputed=0.25) for event in HAND]
+    timeline = Timeline(Schedule.gpipe(2, 1), found, 0, 5, "never")
+    assert [timeline.recompute(Task("backward", k, 0)) for k in range(2)] == [0.25, 0.25]
+    assert timeline.shares.recompute == pytest.approx(0.25 / 5)
+    found[-1] = found[-1]._replace(recomputed=2)
+    with pytest.raises(ScheduleError, match="from 0 to 1, or None; received 2 for 0B0"):
+        Timeline(Schedule.gpipe(2, 1), found, 0, 5, "never")
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_share_is_below_0(remat, seed):
+    timeline = measured(4, 4, remat, seed)
+    assert min(min(shares) for shares in timeline.device_shares) >= 0
+
+
+def test_what_events_tell_is_saved(tmp_path):
+    timeline = frozen_first()
+    timeline.save(tmp_path / "step.json")
+    assert Timeline.load(tmp_path / "step.json") == timeline
 
 
 def test_devices_with_several_stages():

@@ -25,8 +25,8 @@ def dense_model(widths=(8, 9, 10, 11), **compile) -> tuple[tf_gpipe.GPipeStrateg
     return made(lambda: keras.Sequential([keras.Input([6]), *(L.Dense(w, "tanh") for w in widths)]), **compile)
 
 
-def made(make, stages=4, micro_batches=4, optimizer="adam", remat="except_last", **compile):
-    strategy = tf_gpipe.GPipeStrategy(stages, micro_batches, remat=remat)
+def made(make, stages=4, micro_batches=4, optimizer="adam", remat="except_last", partition="flops", **compile):
+    strategy = tf_gpipe.GPipeStrategy(stages, micro_batches, remat=remat, partition=partition)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = make()
@@ -87,6 +87,70 @@ def test_a_trace_has_every_task_in_an_order_that_the_schedule_allows(remat):
         for need in event.task.needs(4):
             assert timeline.event(need).start < event.start, (event.task, need)
     assert sum(timeline.shares) == pytest.approx(1)
+
+
+FROZEN = {"first half": range(4), "all but the last": range(7), "middle": range(2, 6), "third quarter": (4, 5)}
+
+
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("stages", "frozen"), zip([2, 4, 3, 4], FROZEN.values(), strict=True), ids=FROZEN)
+def test_a_timeline_of_frozen_layers_shows_what_ran(stages, frozen, remat):
+    def make() -> keras.Model:
+        model = keras.Sequential([keras.Input([64]), *(L.Dense(64, "tanh") for _ in range(8))])
+        for i in frozen:
+            model.layers[i].trainable = False
+        return model
+
+    counts = {2: [4, 4], 3: [3, 3, 2], 4: [2, 2, 2, 2]}[stages]
+    strategy, model = made(make, stages=stages, remat=remat, optimizer="sgd", partition=counts)
+    plan = strategy.plan(model)
+    timeline = strategy.trace(model, (normal(2048, 64), normal(2048, 64)))
+    for k, shares in enumerate(timeline.device_shares):
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
+        first_trained = min(set(range(8)) - set(frozen))
+        goes_back = plan.stages[k].end > first_trained
+        assert plan.stages[k].goes_back == goes_back
+        for m in range(4):
+            event = timeline.event(Task("backward", k, m))
+            assert (event.end > event.start) == goes_back
+            again = goes_back and (remat == "always" or (remat == "except_last" and m < 3))
+            assert (timeline.recompute(event.task) > 0) == again
+            assert timeline.recompute(event.task) <= event.end - event.start
+        assert (shares.recompute > 0) == (goes_back and remat != "never")
+    assert timeline.simulated_duration < 3 * timeline.tasks_duration
+
+
+def test_what_is_recomputed_is_what_the_gradient_needs():
+    """The gradient of a linear layer's weights needs its input; that of a frozen linear layer's input needs nothing."""
+
+    def make() -> keras.Model:
+        frozen = [L.Dense(32, "relu", use_bias=False, trainable=False) for _ in range(3)]
+        linear = [L.Dense(32, use_bias=False, trainable=False) for _ in range(2)]
+        head = L.Dense(32, use_bias=False)
+        return keras.Sequential([keras.Input([32]), *frozen, head, *linear])
+
+    strategy, model = made(make, stages=2, micro_batches=2, remat="always", optimizer="sgd", partition=[4, 2])
+    timeline = strategy.trace(model, (normal(8, 32), normal(8, 32)))
+    parts = [timeline.event(Task("backward", k, 0)).recomputed for k in range(2)]
+    relu = 4 * 32 * 3
+    assert parts == [pytest.approx((3 * 4 * 32 * 32 + relu) / (4 * 4 * 32 * 32 + relu)), 0]
+    assert timeline.device_shares[1].recompute == 0
+
+
+def test_a_frozen_branch_goes_back_where_the_plan_says_so():
+    def make() -> keras.Model:
+        x = keras.Input([16])
+        left = L.Dense(16, trainable=False)(L.Dense(16, trainable=False)(x))
+        return keras.Model(x, L.Dense(16)(L.Add()([L.Dense(16)(x), left])))
+
+    for counts in ([1, 1, 1, 1, 1], [2, 1, 2]):
+        strategy, model = made(make, stages=len(counts), micro_batches=2, optimizer="sgd", partition=counts)
+        goes_back = [stage.goes_back for stage in strategy.plan(model).stages]
+        assert goes_back == ([False, True, False, True, True] if len(counts) == 5 else [True] * 3)
+        timeline = strategy.trace(model, (normal(4, 16), normal(4, 16)))
+        events = [timeline.event(Task("backward", k, 0)) for k in range(len(counts))]
+        assert [event.end > event.start for event in events] == goes_back
 
 
 def test_fewer_rows_than_micro_batches_and_sample_weights():

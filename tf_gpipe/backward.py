@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, gradients, updates
+from tf_gpipe import compat, gradients, tracing, updates
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import GradientLayout
@@ -199,6 +199,7 @@ class BackwardPass:
             else:
                 backward, arguments = stage.backward(kind), call.flat_inputs[forward_task]
             made = list(backward.function(*arguments, *given, *self.totals.sums[k]))
+        tracing.note_recomputed(call.recorder, task, backward.recomputed)
         call.note_done(task, made)
         self.done[task] = _Done(backward, kind, given)
         for i in backward.gives.inputs:

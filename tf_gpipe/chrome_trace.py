@@ -39,8 +39,10 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     for d, row in enumerate(schedule.tasks):
         for kind, stage, m in row:
             task = Task(kind, stage, m)
-            _, ready, start, end = timeline.event(task)
+            _, ready, start, end, part = timeline.event(task)
             args = {"task": str(task), "stage": stage, "micro_batch": m, "ready": ready, "start": start, "end": end}
+            if part is not None:
+                args["recomputed"] = part
             trace.append(slice_of(f"{LETTERS[kind]}{m}", kind, d, start, end, args))
             if again := timeline.recompute(task):
                 trace.append(slice_of(f"R{m}", "recompute", d, start, start + again, {"stage": stage}))
@@ -68,7 +70,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         found = [event["args"] for event in trace["traceEvents"] if "task" in event.get("args", {})]
         return {
             "schedule": Schedule.from_text(other["schedule"]),
-            "events": tuple((Task.parse(e["task"]), e["ready"], e["start"], e["end"]) for e in found),
+            "events": tuple(
+                (Task.parse(e["task"]), e["ready"], e["start"], e["end"], e.get("recomputed")) for e in found
+            ),
             "begin": other["begin"],
             "end": other["end"],
             "remat": other["remat"],

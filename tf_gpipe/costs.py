@@ -4,6 +4,17 @@ FLOPs are counted from shapes, without running anything: two for each multiply-a
 it is applied, plus one for each element of the output. A layer made of layers costs what these do, each for the shapes
 that it was built for. An unknown dimension counts as 1, so that a model over sequences of any length is balanced as for
 length 1; pass explicit layer counts where that is not what you want.
+
+In a training step, an operation does its forward FLOPs once for each of these:
+
+    forward                      always
+    forward again                in a stage that goes back, for the micro-batches that recompute their activations
+    gradients of its inputs      where something before it is trained
+    gradients of its weights     where it is trained
+
+An operation without weights has no other gradient than that of its inputs; it counts twice there, as what is around it
+does where all is trained. In a model without frozen layers everything counts three times, the first operations too,
+although nothing asks for the gradients of their inputs: its plan follows from forward FLOPs alone.
 """
 
 from __future__ import annotations
@@ -13,9 +24,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe import compat
 from tf_gpipe.model_graph import ModelGraph, Ref, Step, TensorSpec
+from tf_gpipe.values import is_differentiable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +61,54 @@ def costs(graph: ModelGraph) -> list[Cost]:
         seen.update(id(w) for w in weights)
         result.append(Cost(_flops(step, inputs, outputs), parameters, sum(spec.bytes_per_row for spec in outputs)))
     return result
+
+
+def is_trained(step: Step) -> bool:
+    """Whether an operation has weights that get gradients now."""
+    return any(v.trainable for v in _floats(step))
+
+
+def _is_frozen(step: Step) -> bool:
+    """Whether an operation has weights that could be trained, and none that is; moving averages are no such weights."""
+    weights = _floats(step)
+    could_be = any(len(v.shape) > 1 for v in weights) or not all(layer.trainable for layer in step.layers)
+    return bool(weights) and could_be and not is_trained(step)
+
+
+def _floats(step: Step) -> list[keras.Variable]:
+    return [v for v in step.variables if is_differentiable(tf.as_dtype(v.dtype))]
+
+
+def going_back(graph: ModelGraph, stages: Iterable[Sequence[int]]) -> tuple[list[int], list[bool]]:
+    """What the backward pass does, with what is frozen now.
+
+    Args:
+        graph: the model.
+        stages: indices of the operations of each stage. All that leaves a stage in which something is trained has a
+            gradient (`Call`).
+
+    Returns:
+        How many times each operation's forward FLOPs its backward work is, and whether each stage has a backward task.
+    """
+    if not any(map(_is_frozen, graph.steps)):
+        return [2] * len(graph.steps), [len(stage) > 0 for stage in stages]
+    has_gradient: set[Ref] = set()
+    counts, back = [], []
+    for stage in stages:
+        given = set(has_gradient)
+        made: set[Ref] = set()
+        goes_back = False
+        for step in graph.steps[stage[0] : stage[-1] + 1] if stage else ():
+            of_inputs, of_weights = bool(has_gradient.intersection(step.inputs)), is_trained(step)
+            counts.append(of_weights + of_inputs * (1 if of_weights or _is_frozen(step) else 2))
+            made.update(ref for ref in step.outputs if graph.specs[ref].is_float)
+            if of_inputs or of_weights:
+                has_gradient.update(made.intersection(step.outputs))
+            goes_back = goes_back or of_weights or bool(given.intersection(step.inputs))
+        if goes_back:
+            has_gradient |= made
+        back.append(goes_back)
+    return counts, back
 
 
 def boundary_bytes(graph: ModelGraph) -> list[int]:

@@ -158,7 +158,8 @@ def _grid(shown: Simulation | Timeline) -> _Grid:
             start, again, length = times[task]
             if again:
                 bars.append(_Bar(d, "recompute", task, start, start + again))
-            bars.append(_Bar(d, task.kind, task, start + again, start + length))
+            if length > again:
+                bars.append(_Bar(d, task.kind, task, start + again, start + length))
         if isinstance(shown, Timeline) and shown.weights:
             bars.append(_Bar(d, "weights", row[-1], *(1e3 * (time - shown.begin) for time in shown.weights[d])))
     return _Grid(title, shown.schedule.row_word, shown.schedule.num_devices, bars, end, unit)
@@ -279,7 +280,7 @@ def _right(shape: Box | Text | Line) -> float:
 
 def _plan_picture(plan: Plan, title: str) -> Picture:
     stages = plan.stages
-    flops = [stage.flops for stage in stages]
+    flops = [stage.work for stage in stages]
     parameters = [float(stage.parameters) for stage in stages]
     balance = sum(flops) / (max(flops) * len(stages)) if max(flops) else 1.0
     title = title or f"{len(plan.graph.steps)} operations of '{plan.graph.model.name}', balance {balance:.2f}"

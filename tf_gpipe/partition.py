@@ -21,11 +21,12 @@ import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
+from fractions import Fraction
 from typing import SupportsIndex
 
 from tf_gpipe.errors import PartitionError
 
-__all__ = ["balance", "balance_around", "explicit"]
+__all__ = ["balance", "balance_around", "balance_behind", "explicit"]
 
 _MAX_NAMES_IN_ERROR = 8
 
@@ -76,6 +77,58 @@ def balance(
     if boundary_bytes is not None:
         crossing, _ = _whole_numbers("boundary_bytes", boundary_bytes, num_operations)
     return _most_even(loads, crossing, furthest, num_stages)
+
+
+def balance_behind(
+    forward: Sequence[float],
+    whole: Sequence[float],
+    first: int,
+    num_stages: int,
+    *,
+    boundary_bytes: Sequence[float],
+) -> tuple[int, ...]:
+    """As `balance`, where stages before operation `first` only go forward: frozen layers before all that is trained.
+
+    An operation before it costs less in such a stage than in one that goes back, which runs it forward again. So the
+    stages that only go forward are balanced apart from the others, for each number of them and the best cut between.
+
+    Args:
+        forward: cost of each of n operations in a stage that only goes forward.
+        whole: cost of each in a stage that goes back; not less than the former.
+        first: the first operation whose stage goes back, from 0 to n − 1.
+        num_stages: K, from 1 to n.
+        boundary_bytes: as in `balance`.
+
+    Returns:
+        K counts ≥ 1 that add up to n.
+
+    Example:
+        >>> balance_behind([1] * 10, [2] * 9 + [4], first=9, num_stages=2, boundary_bytes=[0] * 10)
+        (7, 3)
+        >>> balance([1] * 9 + [3], num_stages=2)
+        (6, 4)
+    """
+    n = len(forward)
+    sums, scale = _prefix_sums("forward", forward, n)
+    whole_sums, whole_scale = _prefix_sums("whole", whole, n)
+
+    def before(stages: int, cut: int) -> Fraction:
+        return Fraction(_lightest_bottleneck(sums[: cut + 1], [cut] * cut, stages), scale)
+
+    def behind(stages: int, cut: int) -> Fraction:
+        rest = [total - whole_sums[cut] for total in whole_sums[cut:]]
+        return Fraction(_lightest_bottleneck(rest, [n - cut] * (n - cut), stages), whole_scale)
+
+    tries = [(behind(num_stages, 0), 0, 0)]
+    for stages in range(1, num_stages):
+        # The further the cut, the more is before it and the less behind it: the best is where these are equal.
+        cuts = range(stages, min(first, n - num_stages + stages) + 1)
+        at = bisect_left(cuts, True, key=lambda cut: before(stages, cut) >= behind(num_stages - stages, cut))
+        near = cuts[max(at - 1, 0) : at + 1]
+        tries += [(max(before(stages, cut), behind(num_stages - stages, cut)), stages, cut) for cut in near]
+    _, stages, cut = min(tries)
+    found = balance(forward[:cut], stages, boundary_bytes=boundary_bytes[:cut]) if stages else ()
+    return (*found, *balance(whole[cut:], num_stages - stages, boundary_bytes=boundary_bytes[cut:]))
 
 
 def balance_around(costs: Sequence[float], stages: Sequence[int | None], num_stages: int) -> tuple[int, ...]:

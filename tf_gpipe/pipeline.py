@@ -12,7 +12,7 @@ import keras
 from tf_gpipe import compat, state
 from tf_gpipe.call import Call, PipelineOutput
 from tf_gpipe.model_graph import Ref, check_splittable
-from tf_gpipe.plan import Plan
+from tf_gpipe.plan import Plan, up_to_date
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_functions import Forward
 from tf_gpipe.tasks import Remat
@@ -87,7 +87,7 @@ class Pipeline:
         else:
             compiled = self._make_stages(compiled=True)
             pairs = zip(self.stages, compiled, strict=True)
-            largest = max(pairs, key=lambda pair: len(pair[0].plan.steps))
+            largest = max(pairs, key=lambda pair: (pair[0].plan.goes_back, len(pair[0].plan.steps)))
             found = xla_pays(*largest, training, kinds, needs_gradient, keep=self.remat == "never")
             others = [stage for stage in compiled if stage is not largest[1]]
             refused = first_refused(others, training, kinds) if found and found[0] else None
@@ -104,8 +104,13 @@ class Pipeline:
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""
         plan = self._given if self.jit_compile == "auto" else self.plan
-        count, jit_compile = self.num_micro_batches, self.jit_compile
-        return Pipeline(plan, num_micro_batches=count, remat=self.remat, jit_compile=jit_compile, told=self._told)
+        return Pipeline(
+            up_to_date(plan),
+            num_micro_batches=self.num_micro_batches,
+            remat=self.remat,
+            jit_compile=self.jit_compile,
+            told=self._told,
+        )
 
     def tell_of_moved(
         self, variables: Sequence[keras.Variable], num_micro_batches: int, reasons: Sequence[str]

@@ -34,6 +34,8 @@ class StagePlan:
         parameters: number of weights; a weight shared by several stages counts at the first.
         inputs: what it takes: inputs of the model, and boundary tensors made by earlier stages.
         outputs: what later stages or the caller take from it.
+        work: FLOPs of a training step for one row of the batch, as `costs.py` counts them: a frozen layer has no
+            gradients of weights, and what is before all that is trained only goes forward.
     """
 
     index: int
@@ -45,11 +47,17 @@ class StagePlan:
     parameters: int
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    work: float
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Its operations."""
         return self.graph.steps[self.start : self.end]
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a training step has more to do here than the forward pass."""
+        return self.work > self.flops
 
     @property
     def operations(self) -> list[str]:
@@ -98,18 +106,23 @@ class StagePlan:
 class Plan:
     """A model divided into stages. `print(plan)` shows it as a table.
 
+    The column `share` and the balance tell of the work of a training step, with what is frozen when the plan is asked
+    for; the column `FLOPs/row` tells of the forward pass.
+
     Attributes:
         graph: the model as a chain of operations.
         stages: one `StagePlan` a stage.
         note: what else is to be said of it; the last line of the table.
+        recomputed: the share of the micro-batches that run a stage forward again when they go back.
     """
 
     graph: ModelGraph
     stages: tuple[StagePlan, ...]
     note: str = ""
+    recomputed: float = 0.0
 
     def __str__(self) -> str:
-        flops = sum(stage.flops for stage in self.stages) or 1.0
+        work = sum(stage.work for stage in self.stages) or 1.0
         head = ("stage", "device", "operations", "from", "to", "parameters", "FLOPs/row", "share", "received/row")
         rows: list[tuple[str, ...]] = [head]
         for stage in self.stages:
@@ -122,7 +135,7 @@ class Plan:
                     *(stage.operations[-1:] or [""]),
                     f"{stage.parameters:,}",
                     _short(stage.flops),
-                    f"{100 * stage.flops / flops:.1f} %",
+                    f"{100 * stage.work / work:.1f} %",
                     f"{_short(stage.received_bytes)}B" if stage.index else "",
                 )
             )
@@ -135,51 +148,84 @@ class Plan:
             )
             for row in rows
         ]
-        heaviest = max(stage.flops for stage in self.stages)
-        balance = flops / (heaviest * len(self.stages)) if heaviest else 1.0
+        heaviest = max(stage.work for stage in self.stages)
+        balance = work / (heaviest * len(self.stages)) if heaviest else 1.0
         lines.insert(1, "─" * len(lines[0]))
         lines.append(f"{len(self.graph.steps)} operations of '{self.graph.model.name}', balance {balance:.2f}")
         lines += [self.note] if self.note else []
         return "\n".join(line.rstrip() for line in lines)
 
 
-def make_plan(graph: ModelGraph, devices: Sequence[str], how: Partition) -> Plan:
+def make_plan(graph: ModelGraph, devices: Sequence[str], how: Partition, recomputed: float = 0.0) -> Plan:
     """Divides a model into as many stages as there are devices.
 
     Args:
         graph: the model.
         devices: K device names.
         how: "flops", K operation counts, or K − 1 operation names to cut before.
+        recomputed: the share of the micro-batches that run a stage forward again when they go back.
 
     Raises:
         ValueError: an explicit partition that does not fit the model.
     """
-    measured = costs.costs(graph)
     if how == "flops":
-        sizes, boundary = costs.pieces(graph), costs.boundary_bytes(graph)
-        starts = [0, *itertools.accumulate(sizes)]
-        loads = [sum(cost.flops for cost in measured[i:j]) for i, j in itertools.pairwise(starts)]
-        used = min(len(devices), len(loads))  # a small model leaves the last devices without work
-        found = partition.balance(loads, used, boundary_bytes=[boundary[i] for i in starts[:-1]]) if used else ()
-        ends = [0, *(starts[n] for n in itertools.accumulate(found))]
-        counts = (*(j - i for i, j in itertools.pairwise(ends)), *[0] * (len(devices) - used))
+        counts = _balanced(graph, len(devices), recomputed)
     else:
         counts = partition.explicit(how, graph.names, len(devices))
-    return from_counts(graph, devices, counts)
+    return from_counts(graph, devices, counts, recomputed)
 
 
-def from_counts(graph: ModelGraph, devices: Sequence[str], counts: Sequence[int]) -> Plan:
+def _balanced(graph: ModelGraph, num_stages: int, recomputed: float) -> tuple[int, ...]:
+    """Counts of operations whose heaviest stage is light; a small model leaves the last stages without any."""
+    starts = [0, *itertools.accumulate(costs.pieces(graph))]
+    pieces = list(itertools.pairwise(starts))
+    flops, bytes_before = [cost.flops for cost in costs.costs(graph)], costs.boundary_bytes(graph)
+    forward, boundary = [sum(flops[i:j]) for i, j in pieces], [bytes_before[i] for i, _ in pieces]
+    used = min(num_stages, len(pieces))
+    if not used:
+        return (0,) * num_stages
+    work, back = _work(graph, pieces, 0.0)
+    if not any(back) or work == [3 * number for number in forward]:
+        found = partition.balance(forward, used, boundary_bytes=boundary)
+    else:
+        work = [w + recomputed * f for w, f in zip(work, forward, strict=True)]
+        found = partition.balance_behind(forward, work, back.index(True), used, boundary_bytes=boundary)
+    ends = [0, *(starts[n] for n in itertools.accumulate(found))]
+    return (*(j - i for i, j in itertools.pairwise(ends)), *[0] * (num_stages - used))
+
+
+def from_counts(graph: ModelGraph, devices: Sequence[str], counts: Sequence[int], recomputed: float = 0.0) -> Plan:
     """The plan whose stages have the given numbers of operations; 0 is allowed here."""
     measured = costs.costs(graph)
-    stages, start = [], 0
-    for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
-        end = start + count
+    ends = list(itertools.accumulate(counts, initial=0))
+    work, _ = _work(graph, list(itertools.pairwise(ends)), recomputed)
+    stages = []
+    for index, (device, start, end) in enumerate(zip(devices, ends[:-1], ends[1:], strict=True)):
         inputs, outputs = graph.crossing(start, end)
         part = measured[start:end]
         flops, parameters = sum(cost.flops for cost in part), sum(cost.parameters for cost in part)
-        stages.append(StagePlan(index, device, graph, start, end, flops, parameters, inputs, outputs))
-        start = end
-    return Plan(graph, tuple(stages))
+        stages.append(StagePlan(index, device, graph, start, end, flops, parameters, inputs, outputs, work[index]))
+    return Plan(graph, tuple(stages), recomputed=recomputed)
+
+
+def _work(graph: ModelGraph, stages: Sequence[tuple[int, int]], recomputed: float) -> tuple[list[float], list[bool]]:
+    """FLOPs of each stage in a training step for one row, and whether it goes back."""
+    flops = [cost.flops for cost in costs.costs(graph)]
+    counts, back = costs.going_back(graph, [range(i, j) for i, j in stages])
+    work = [
+        sum((1 + counts[i] + recomputed * there) * flops[i] for i in range(*stage))
+        for stage, there in zip(stages, back, strict=True)
+    ]
+    return work, back
+
+
+def up_to_date(plan: Plan) -> Plan:
+    """The same plan with the work of what is frozen now; `plan` itself if nothing has changed."""
+    work, _ = _work(plan.graph, [(stage.start, stage.end) for stage in plan.stages], plan.recomputed)
+    if work == [stage.work for stage in plan.stages]:
+        return plan
+    stages = (dataclasses.replace(stage, work=number) for stage, number in zip(plan.stages, work, strict=True))
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def follow(graph: ModelGraph, reference: Plan) -> Plan:
@@ -189,16 +235,19 @@ def follow(graph: ModelGraph, reference: Plan) -> Plan:
     for name in graph.names:
         at = max(at, place.get(name, at))
         counts[at] += 1
-    return from_counts(graph, [stage.device for stage in reference.stages], counts)
+    return from_counts(graph, [stage.device for stage in reference.stages], counts, reference.recomputed)
 
 
-def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[int, tf.Variable]) -> Plan | None:
+def follow_variables(
+    graph: ModelGraph, devices: Sequence[str], placed: Mapping[int, tf.Variable], recomputed: float = 0.0
+) -> Plan | None:
     """The plan whose operations are where their variables already are.
 
     Args:
         graph: the model.
         devices: K device names.
         placed: variables that must stay where they are, by identity.
+        recomputed: as in `make_plan`.
 
     Returns:
         The plan; None where the variables are in another order than the model's operations, or belong to less than half
@@ -219,7 +268,8 @@ def follow_variables(graph: ModelGraph, devices: Sequence[str], placed: Mapping[
     flops = [cost.flops for cost in costs.costs(graph)]
     if sum(cost for cost, stage in zip(flops, stages, strict=True) if stage is not None) <= sum(flops) / 2:
         return None
-    return from_counts(graph, devices, partition.balance_around(flops, stages, len(devices)))
+    work, _ = _work(graph, [(i, i + 1) for i in range(len(flops))], 0.0)
+    return from_counts(graph, devices, partition.balance_around(work, stages, len(devices)), recomputed)
 
 
 def _short(number: float) -> str:

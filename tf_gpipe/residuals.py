@@ -15,6 +15,8 @@ the same graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -138,6 +140,51 @@ def _ancestors(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
             found.add(op)
             waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
     return found
+
+
+def part_of_work(needed: Iterable[tf.Tensor], whole: Iterable[tf.Tensor], among: Iterable[tf.Operation]) -> float:
+    """How much of the work that makes some tensors of a graph also makes others, from 0 to 1.
+
+    Args:
+        needed: the others.
+        whole: the tensors that are made by all of the work.
+        among: the operations that count.
+    """
+    counted = set(among)
+    every = _ancestors(tensor.op for tensor in whole) & counted
+    again = _ancestors(tensor.op for tensor in needed) & every
+    total = sum(map(_work, every))
+    return sum(map(_work, again)) / total if total else 0.0
+
+
+_FREE = {"Cast", "Const", "ExpandDims", "Identity", "IdentityN", "NoOp", "Pack", "Placeholder", "ReadVariableOp"}
+_FREE |= {"Reshape", "Shape", "Squeeze", "StopGradient", "StridedSlice"}
+"""Operations that pass on what is there."""
+
+
+def _work(op: tf.Operation) -> int:
+    """About how many multiply-adds an operation does, from known shapes; an unknown dimension counts as 1."""
+    if op.type in _FREE or not op.outputs:
+        return 0
+    made = sum(math.prod(_sizes(tensor)) for tensor in op.outputs)
+    if op.type == "MatMul" or op.type.startswith("BatchMatMul"):
+        axis = -2 if op.type == "MatMul" and op.get_attr("transpose_a") else -1
+        return made * (_sizes(op.inputs[0]) or [1])[axis]
+    if op.type in ("Conv2D", "Conv3D"):
+        return made * math.prod(_sizes(op.inputs[1])[:-1])
+    if op.type == "DepthwiseConv2dNative":
+        return made * math.prod(_sizes(op.inputs[1])[:2])
+    if op.type == "Conv2DBackpropInput":  # a transposed convolution
+        return math.prod(_sizes(op.inputs[2])) * math.prod(_sizes(op.inputs[1])[:-1])
+    if op.type == "Einsum":
+        labels = op.get_attr("equation").decode().partition("->")[0].split(",")
+        pairs = (zip(axes, _sizes(tensor), strict=False) for axes, tensor in zip(labels, op.inputs, strict=True))
+        return math.prod(dict(itertools.chain(*pairs)).values())
+    return made
+
+
+def _sizes(tensor: tf.Tensor) -> list[int]:
+    return [size or 1 for size in tensor.shape.as_list()] if tensor.shape.rank is not None else []
 
 
 _REPEATABLE = {"Cast", "Const", "Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Mul", "Add", "AddV2"}

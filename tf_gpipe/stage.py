@@ -269,14 +269,19 @@ class Stage:
         signature, forward = kind.signature, self.forward(kind.signature)
         gives = GradientLayout(self.trained(signature), self._deferral)
         d_specs = kind.specs(forward.values, forward.losses)
+        run: list[tuple[list[tf.Tensor], list[tf.Operation]]] = []
 
         def backward(*flat: tf.Tensor) -> list[tf.Tensor]:
             tape, body, sources, rest = self._run_recorded(flat, forward.given, signature, kind.wanted)
+            run.append((body.flat, tf.compat.v1.get_default_graph().get_operations()))
             found = tape.gradient(kind.targets(body), sources, output_gradients=list(rest[: len(d_specs)]))
             return gives.add(gives.sort(found, kind.wanted), rest[len(d_specs) :])
 
         specs = [*input_specs(signature, forward.given), *d_specs, *gives.specs]
-        return Backward(self._place(self._concrete(signature, backward, specs)), gives)
+        function = self._concrete(signature, backward, specs)
+        return Backward(
+            self._place(function), gives, lambda: residuals.part_of_work(function.outputs, run[-1][0], run[-1][1])
+        )
 
     def second(self, kind: BackwardKind, dd_made: tuple[bool, ...]) -> Backward:
         """The gradient of the backward function of a kind; traced the first time.

@@ -28,7 +28,7 @@ from tf_gpipe import compat
 from tf_gpipe.body import Body
 from tf_gpipe.gradients import GradientLayout
 from tf_gpipe.model_graph import Ref
-from tf_gpipe.residuals import Residuals
+from tf_gpipe.residuals import Residuals, part_of_work
 from tf_gpipe.values import Kind, Value, components, kind_of, take_value
 
 
@@ -172,10 +172,12 @@ class Backward:
     Attributes:
         function: flat tensors in, flat tensors out.
         gives: which gradients these are.
+        recomputed: tells which part of the stage's forward work it does again, from 0 to 1.
     """
 
     function: Callable[..., list[tf.Tensor]]
     gives: GradientLayout
+    recomputed: Callable[[], float] = lambda: 0.0
 
 
 class Recorded:
@@ -247,7 +249,12 @@ class Recorded:
     @functools.cached_property
     def backward(self) -> Backward:
         """The backward pass that runs the forward pass again; no layer's code runs once more to make it."""
-        return self._make_backward(self._specs, lambda given: self._residuals.make_kept(self._traced, given))
+        again = self._make_backward(self._specs, lambda given: self._residuals.make_kept(self._traced, given))
+        return dataclasses.replace(again, recomputed=self._recomputed)
+
+    def _recomputed(self) -> float:
+        every = self._traced.graph.get_operations()
+        return part_of_work(self._residuals.kept, self._traced.outputs[: self._num_outputs], every)
 
     def _make_backward(
         self, specs: Sequence[tf.TensorSpec], kept_of: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]

@@ -26,8 +26,8 @@ from tf_gpipe.distribution import Extended, Scope
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
-from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
-from tf_gpipe.tasks import REMAT_MODES, Remat
+from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan, up_to_date
+from tf_gpipe.tasks import REMAT_MODES, Remat, recomputed_share
 from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
 
@@ -216,9 +216,11 @@ class GPipeStrategy(tf.distribute.Strategy):
             )
         pipelines = self._pipelines_of(model)
         if inputs is None and compat.graph_of(model) is None and pipelines:
-            return next(iter(pipelines.values())).plan  # it has been followed: the first is that of training, if any is
+            # It has been followed: the first is that of training, if any is.
+            return up_to_date(next(iter(pipelines.values())).plan)
         known = pipelines.get(_key(model, inputs, training=True))
         plan = known.plan if known is not None else self._make_plan(model_graph.build(model, inputs, training=True))
+        plan = up_to_date(plan)
         other = compat.strategy_of(model)
         if other is self:
             return plan
@@ -231,8 +233,9 @@ class GPipeStrategy(tf.distribute.Strategy):
 
         A function that was traced for the other model knows them there.
         """
-        kept = follow_variables(graph, self._devices, placement.placed) if self._partition == "flops" else None
-        return kept or make_plan(graph, self._devices, self._partition)
+        again = recomputed_share(self._remat, self._num_micro_batches)
+        kept = follow_variables(graph, self._devices, placement.placed, again) if self._partition == "flops" else None
+        return kept or make_plan(graph, self._devices, self._partition, again)
 
     @threads.in_turn
     def place(self, model: keras.Model, inputs: Any = None) -> Plan:

@@ -21,6 +21,7 @@ __all__ = [
     "Task",
     "check_complete",
     "check_remat",
+    "recomputed_share",
     "recomputes",
     "start_ticks",
     "table",
@@ -113,6 +114,12 @@ def recomputes(task: Task, remat: Remat, num_micro_batches: int) -> bool:
     if task.kind == "forward" or remat == "never":
         return False
     return remat == "always" or task.micro_batch < num_micro_batches - 1
+
+
+def recomputed_share(remat: Remat, num_micro_batches: int) -> float:
+    """The share of the micro-batches that recompute their activations."""
+    tasks = [Task("backward", 0, m) for m in range(num_micro_batches)]
+    return sum(recomputes(task, remat, num_micro_batches) for task in tasks) / num_micro_batches
 
 
 def check_remat(remat: str) -> None:

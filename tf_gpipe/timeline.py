@@ -16,13 +16,17 @@ Where the time of a device goes, in this order; the six shares add up to 1:
 
 A wait for a transfer in time that the device would be idle anyway costs nothing and counts as bubble or imbalance.
 Gradients of weights that a stage makes at once for all micro-batches come after its last backward task, in the
-simulations as in the step. `imbalance` is below 0 for a stage that idles less than with equal stages, and `other` where
-lengths that vary from one micro-batch to the next have made the step shorter than mean lengths would.
+simulations as in the step. No share is below 0: a device that idles less than in a simulation has a smaller bubble (or
+imbalance) than that.
+
+A stage of frozen layers with nothing trained before it has no backward tasks. They are there as tasks of no length, so
+that every schedule is whole, and take no time in the simulations either.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections import Counter
@@ -34,7 +38,7 @@ from typing import Any, NamedTuple
 from tf_gpipe import chrome_trace
 from tf_gpipe.errors import ScheduleError
 from tf_gpipe.schedule import Schedule, Simulation
-from tf_gpipe.tasks import LETTERS, Kind, Remat, Task, check_remat, recomputes
+from tf_gpipe.tasks import LETTERS, Remat, Task, check_remat, recomputes, start_ticks
 
 __all__ = ["Event", "Shares", "Timeline"]
 
@@ -49,12 +53,15 @@ class Event(NamedTuple):
         ready: when all its inputs had arrived on its device.
         start: when it began.
         end: when it ended.
+        recomputed: the part of its stage's forward work that it did again, from 0 to 1, if that is known; None: all of
+            it where the timeline's `remat` says so.
     """
 
     task: Task
     ready: float
     start: float
     end: float
+    recomputed: float | None = None
 
 
 class Shares(NamedTuple):
@@ -72,9 +79,9 @@ class Shares(NamedTuple):
 class Timeline:
     """One training step as it was measured. `print(timeline)` shows it as a table.
 
-    The recomputation inside a backward task is not measured apart. Where `remat` says that the task recomputes, its
-    beginning is taken to be recomputation, as long as the forward tasks of the stage (their median), and never longer
-    than the backward task.
+    The recomputation inside a backward task is not measured apart. Where the task recomputes, its beginning is taken to
+    be recomputation: as long as the forward tasks of the stage (their median), or the part of that which its event
+    tells, and never longer than the backward task.
 
     Args:
         schedule: the schedule that ran.
@@ -117,7 +124,7 @@ class Timeline:
     def __post_init__(self) -> None:
         self.schedule.validate()
         check_remat(self.remat)
-        given = [Event(Task(*event[0]), *map(float, event[1:])) for event in self.events]
+        given = [_event(*event) for event in self.events]
         of = {event.task: event for event in given}
         tasks = [task for row in self.schedule.tasks for task in row]
         if len(given) != len(tasks) or of.keys() != set(tasks):
@@ -195,9 +202,12 @@ class Timeline:
         Returns:
             Seconds, as the class describes; 0 for a forward task.
         """
-        if not recomputes(task, self.remat, self.schedule.num_micro_batches):
+        part = self.event(task).recomputed
+        if task.kind == "forward":
             return 0.0
-        return min(self._length(task), self._median_forward[task.stage])
+        if part is None:
+            part = float(recomputes(task, self.remat, self.schedule.num_micro_batches))
+        return min(self._length(task), part * self._median_forward[task.stage])
 
     @functools.cached_property
     def shares(self) -> Shares:
@@ -212,9 +222,10 @@ class Timeline:
             recompute = sum(map(self.recompute, row))
             deferred = self._deferred_ticks
             busy = sum(map(self._length, row)) + deferred[d] * _NS
-            bubble = _idle_ticks(self._equal_stages, d, [_mean_ticks(deferred)] * len(deferred)) * _NS
-            imbalance = _idle_ticks(self._own_stages, d, deferred) * _NS - bubble
-            rest = self.duration - busy - bubble - imbalance
+            idle = max(0.0, self.duration - busy)
+            own = min(idle, self._own_stages.idle_ticks(d, deferred) * _NS)
+            bubble = min(own, self._equal_stages.idle_ticks(d, [round(fmean(deferred))] * len(deferred)) * _NS)
+            imbalance, rest = own - bubble, idle - own
             transfer = max(0.0, min(self._transfer_wait(row), rest))
             seconds = (busy - recompute, recompute, transfer, bubble, imbalance, rest - transfer)
             shares.append(Shares(*(part / self.duration for part in seconds)))
@@ -226,7 +237,7 @@ class Timeline:
         Returns:
             Seconds by task, both counted from the first start; above 0 where the task began later than simulated.
         """
-        starts = self._own_stages.start()
+        starts = self._own_stages.starts
         return {e.task: e.start - self._first_start - starts[e.task] * _NS for e in self.events}
 
     def to_chrome(self) -> dict[str, Any]:
@@ -326,23 +337,39 @@ class Timeline:
     def _length(self, task: Task) -> float:
         return self.event(task).end - self.event(task).start
 
-    def _mean_lengths(self, kind: Kind) -> list[float]:
-        """For each stage, the mean length of its forward tasks, or of its backward tasks without recomputation."""
-        order, stages = range(self.schedule.num_micro_batches), range(self.schedule.num_stages)
-        tasks = [[Task(kind, k, m) for m in order] for k in stages]
-        return [fmean(self._length(task) - self.recompute(task) for task in row) for row in tasks]
+    @functools.cached_property
+    def _mean_parts(self) -> list[_Parts]:
+        """For each stage, the mean lengths of its tasks' parts."""
+        return [_Parts.mean(self._parts_of(k)) for k in range(self.schedule.num_stages)]
+
+    def _parts_of(self, stage: int) -> list[tuple[float, float, float]]:
+        """Lengths of the forward task, the recomputation and the rest of the backward task of each micro-batch."""
+        found = []
+        for m in range(self.schedule.num_micro_batches):
+            forward, backward = (Task(kind, stage, m) for kind in LETTERS)
+            again = self.recompute(backward)
+            found.append((self._length(forward), again, self._length(backward) - again))
+        return found
 
     @functools.cached_property
-    def _own_stages(self) -> Simulation:
+    def _own_stages(self) -> _Simulated:
         """The schedule simulated with each stage's own mean lengths; a tick is a nanosecond."""
-        forward, backward = (list(map(_ticks, self._mean_lengths(kind))) for kind in LETTERS)
-        return self.schedule.simulate(forward, backward, remat=self.remat)
+        return self._simulated(self._mean_parts)
 
     @functools.cached_property
-    def _equal_stages(self) -> Simulation:
+    def _equal_stages(self) -> _Simulated:
         """The schedule simulated with stages that all have the mean lengths; a tick is a nanosecond."""
-        forward, backward = (_ticks(fmean(self._mean_lengths(kind))) for kind in LETTERS)
-        return self.schedule.simulate(forward, backward, remat=self.remat)
+        forward, backward = (
+            fmean(getattr(part, name) for part in self._mean_parts) for name in ("forward", "backward")
+        )
+        again = tuple(map(fmean, zip(*(part.again for part in self._mean_parts), strict=True)))
+        return self._simulated([_Parts(forward, again, backward)] * self.schedule.num_stages)
+
+    def _simulated(self, parts: Sequence[_Parts]) -> _Simulated:
+        tasks = [task for row in self.schedule.tasks for task in row]
+        ticks = {task: parts[task.stage].ticks(task) for task in tasks}
+        starts = start_ticks(self.schedule.tasks, self.schedule.num_stages, ticks.__getitem__)
+        return _Simulated(self.schedule, ticks, dict(zip(tasks, itertools.chain(*starts), strict=True)))
 
     def _transfer_wait(self, row: Sequence[Task]) -> float:
         """Seconds that a device is idle while what its next task needs is made elsewhere but has not arrived."""
@@ -358,7 +385,7 @@ class Timeline:
     def _starts_table(self) -> list[list[str]]:
         """Measured and simulated times of each stage: mean lengths, first starts, the end, the largest difference."""
         simulated, differences = self._own_stages, self.start_differences()
-        starts = simulated.start()
+        starts = simulated.starts
 
         def both(measured: float, ticks: int) -> str:
             return f"{self._ms(measured - self._first_start)} ({self._ms(ticks * _NS)})"
@@ -368,26 +395,60 @@ class Timeline:
             tasks = [event.task for event in self.events if event.task.stage == k]
             lengths = [fmean(self._length(task) for task in tasks if task.kind == kind) for kind in LETTERS]
             first = [next(task for task in tasks if task.kind == kind) for kind in LETTERS]
-            end = both(self.event(tasks[-1]).end, starts[tasks[-1]] + simulated.ticks(tasks[-1]))
+            end = both(self.event(tasks[-1]).end, starts[tasks[-1]] + simulated.ticks[tasks[-1]])
             largest = max((differences[task] for task in tasks), key=abs)
             cells = [*map(self._ms, lengths), *(both(self.event(task).start, starts[task]) for task in first), end]
             rows.append([str(k), *cells, self._ms(largest)])
         return rows
 
 
-def _ticks(seconds: float) -> int:
-    return max(1, round(seconds / _NS))
+def _event(task: Task, ready: float, start: float, end: float, recomputed: float | None = None) -> Event:
+    """The event with values of the right types."""
+    if recomputed is not None and not 0 <= recomputed <= 1:
+        raise ScheduleError(
+            f"A task recomputes a part of its stage's forward work: expected a number from 0 to 1, or None; received "
+            f"{recomputed} for {Task(*task)}. Leave it out where it is not known."
+        )
+    return Event(Task(*task), float(ready), float(start), float(end), recomputed)
 
 
-def _mean_ticks(ticks: Sequence[int]) -> int:
-    return round(fmean(ticks))
+class _Parts(NamedTuple):
+    """Mean lengths in seconds of the parts of a stage's tasks; `again` is the recomputation, by micro-batch."""
+
+    forward: float
+    again: tuple[float, ...]
+    backward: float
+
+    @classmethod
+    def mean(cls, lengths: Sequence[tuple[float, float, float]]) -> _Parts:
+        """The mean over micro-batches; that of the recomputation is over those that recompute."""
+        forward, again, backward = zip(*lengths, strict=True)
+        usual = fmean([part for part in again if part] or [0.0])
+        return cls(fmean(forward), tuple(usual if part else 0.0 for part in again), fmean(backward))
+
+    def ticks(self, task: Task) -> int:
+        """The length of a task; a tick is a nanosecond."""
+        forward = task.kind == "forward"
+        return round((self.forward if forward else self.again[task.micro_batch] + self.backward) / _NS)
 
 
-def _idle_ticks(simulation: Simulation, device: int, deferred: Sequence[int]) -> int:
-    """How long a device is idle in a simulation whose devices go on after their last tasks, for `deferred` ticks."""
-    rows, starts = simulation.schedule.tasks, simulation.start()
-    ends = [starts[row[-1]] + simulation.ticks(row[-1]) + more for row, more in zip(rows, deferred, strict=True)]
-    return max(ends) - sum(map(simulation.ticks, rows[device])) - deferred[device]
+@dataclass(frozen=True)
+class _Simulated:
+    """A schedule with the lengths and starts of its tasks in ticks; a task may take none."""
+
+    schedule: Schedule
+    ticks: dict[Task, int]
+    starts: dict[Task, int]
+
+    @property
+    def num_ticks(self) -> int:
+        return max(1, *(start + self.ticks[task] for task, start in self.starts.items()))
+
+    def idle_ticks(self, device: int, deferred: Sequence[int]) -> int:
+        """How long a device is idle if each device goes on after its last task, for `deferred` ticks."""
+        lasts = [row[-1] for row in self.schedule.tasks]
+        ends = [self.starts[task] + self.ticks[task] + more for task, more in zip(lasts, deferred, strict=True)]
+        return max(ends) - sum(self.ticks[task] for task in self.schedule.tasks[device]) - deferred[device]
 
 
 def _wrong_tasks(expected: Sequence[Task], received: Sequence[Task]) -> ScheduleError:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -88,6 +88,7 @@ class Recorder:
         self._begin = compat.timestamp()
         self._graph = self._begin.graph
         self._times: dict[Key, list[tf.Tensor]] = {}
+        self._recomputed: dict[Task, float] = {}
         self._open: Key | None = None
         self._variable: tf.Variable | None = None
         self._schedule: Schedule | None = None
@@ -134,6 +135,10 @@ class Recorder:
         self._open = None
         return end.op
 
+    def note_recomputed(self, task: Task, part: float) -> None:
+        """A backward task does this part of its stage's forward work again."""
+        self._recomputed[task] = part
+
     def finish(self) -> None:
         """Takes the time when the step is over, and keeps all times."""
         if not any(kind == "backward" for kind, _, _ in self._times):
@@ -170,7 +175,8 @@ class Recorder:
         for task in schedule.order():
             needs = [events[need].end for need in task.needs(schedule.num_stages)]
             key = task.kind, task.stage, task.micro_batch
-            event = Event(task, *found.get(key, [max(free[task.stage], *needs, begin)] * 3))
+            ready, start, until = found.get(key, [max(free[task.stage], *needs, begin)] * 3)
+            event = Event(task, ready, start, until, self._recomputed.get(task, 0.0))
             events[task], free[task.stage] = event, event.end
         weights = [found.get(("weights", k, 0), [at] * 3) for k, at in enumerate(free)]
         spans = tuple((start, until) for _, start, until in weights)
@@ -264,6 +270,12 @@ def started(recorder: Recorder | None, key: Key, arrived: Sequence[tf.Tensor], d
 def ended(recorder: Recorder | None, made: Sequence[tf.Tensor], device: str) -> tf.Operation:
     """What the next task of the stage waits for."""
     return made[0].op if recorder is None else recorder.end(made, device)
+
+
+def note_recomputed(recorder: Recorder | None, task: Task, part: Callable[[], float]) -> None:
+    """Notes what a backward task does again, if its step is measured."""
+    if recorder is not None:
+        recorder.note_recomputed(task, part())
 
 
 # --- measuring ---
