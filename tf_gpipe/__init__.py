@@ -12,6 +12,7 @@ _HOME = {
     "Event": "timeline",
     "GPipeError": "errors",
     "GPipeStrategy": "strategy",
+    "GPipeWarning": "errors",
     "Plan": "plan",
     "Schedule": "schedule",
     "Task": "schedule",

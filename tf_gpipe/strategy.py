@@ -22,8 +22,9 @@ import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat, model_graph, preparation, tracing
+from tf_gpipe.advice import Advice
 from tf_gpipe.devices import must_compile, stage_devices
-from tf_gpipe.distribution import Extended, Scope
+from tf_gpipe.distribution import Extended, Scope, refuse_xla
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
@@ -111,6 +112,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._jit_compile = True if must_compile(self._devices) else jit_compile
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
+        self._advice: weakref.WeakKeyDictionary[keras.Model, Advice] = weakref.WeakKeyDictionary()
+        self._rows: weakref.WeakKeyDictionary[keras.Model, int | None] = weakref.WeakKeyDictionary()  # of first batches
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -143,7 +146,13 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def scope(self) -> Scope:
         """Models, optimizers and metrics made inside belong to the strategy."""
-        return Scope(self, super().scope())
+        return Scope(self, super().scope)
+
+    def _note_rows(self, model: keras.Model, batch: Any) -> None:
+        """Remembers how many rows the first mini-batch of a training has, where the graph will not know."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tree.flatten(x) if leaf is not None]
+        self._rows[model] = next((shape[0] for shape in shapes if shape), None)
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
@@ -269,12 +278,13 @@ class GPipeStrategy(tf.distribute.Strategy):
         """Says what is wrong where an optimizer could not make its slots."""
         optimizer = compat.foreign_optimizer(getattr(model, "optimizer", None), self)
         if optimizer is not None:
-            raise ModelError(
-                "Expected an optimizer that was made under the scope of its model's strategy, which places its slots. "
-                f"Received: '{optimizer.name}' ({type(optimizer).__name__}) of '{model.name}', which was made outside, "
-                "or under another strategy's scope. Make it, and call `compile`, inside the `strategy.scope()` of the "
-                "model."
-            )
+            _refuse_optimizer(optimizer, f" of '{model.name}'")
+
+    def _check_optimizer_in(self, error: RuntimeError) -> None:
+        """Says what is wrong where an optimizer of no or another scope raised TensorFlow's error inside `run`."""
+        optimizer = compat.optimizer_in(error) if compat.says_that_strategies_mix(error) else None
+        if compat.foreign_optimizer(optimizer, self) is not None:
+            _refuse_optimizer(optimizer)
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
         """The pipeline of a model for a training flag; made, and the model placed, the first time."""
@@ -342,8 +352,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _tell_of_foreign(self, model: keras.Model) -> None:
         """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
-        foreign = compat.strategy_of(model) is None and model.compiled and self.num_stages > 1
-        if foreign and model not in self._told:
+        if model.compiled and self.num_stages > 1 and model not in self._told:
             self._told.add(model)
             warnings.warn(
                 f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on one "
@@ -351,9 +360,18 @@ class GPipeStrategy(tf.distribute.Strategy):
                 stacklevel=2,
             )
 
+    def _advise(self, model: keras.Model, pipeline: Pipeline, inputs: Sequence[Value | None]) -> None:
+        """Warns, once, of what a training step wastes."""
+        known = next((tensor.shape[0] for tensor in inputs if tensor is not None), None)
+        if model not in self._advice:
+            self._advice[model] = Advice(model.name, self._num_micro_batches, chosen=self._partition != "flops")
+        pooled = [layer for stage in pipeline.stages for layer in stage.pooled]
+        self._advice[model].give(pipeline.plan, known or self._rows.get(model), pooled)
+
     def _call_pipeline(
         self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
     ) -> Any:
+        refuse_xla()
         graph = compat.graph_of(model)
         if graph is None:
             inputs = tree.map_structure(_as_value, inputs)
@@ -366,6 +384,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         pipeline = self._pipeline(model, inputs, training)
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
+        if training and compat.is_recording():
+            self._advise(model, pipeline, flat)
         self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
@@ -405,6 +425,14 @@ def _check_compiled(model: keras.Model) -> None:
             "strategy: GPipeStrategy(..., jit_compile=True) compiles each stage on its own device. After loading a "
             "model that plain Keras saved on a GPU, where it decides so by itself, set `model.jit_compile = False`."
         )
+
+
+def _refuse_optimizer(optimizer: keras.Optimizer, whose: str = "") -> None:
+    raise ModelError(
+        "Expected an optimizer that was made under the scope of its model's strategy, which places its slots. "
+        f"Received: '{optimizer.name}' ({type(optimizer).__name__}){whose}, which was made outside, or under another "
+        "strategy's scope. Make it, and call `compile`, inside the `strategy.scope()` of the model."
+    )
 
 
 def _checked_count(name: str, value: Any) -> int | None:
