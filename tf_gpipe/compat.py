@@ -18,8 +18,9 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `forwardprop_util` | whether forward-mode differentiation is under way |
 | `TensorFlowTrainer` | which method of Keras enters a scope, or trains, and how much it is to print: no hook tells |
+| `EpochIterator.data_adapter`, `Dataset._batch_size` | how many rows a batch has: the graph of a step may not know |
 | `_default_graph_stack` | `clear_session` resets the default graph, and with it forgets the scope that is open |
-| `GraphOrParentsInXlaContext` | whether a `tf.function(jit_compile=True)` of the user's is being traced |
+| `control_flow_util` | whether a `tf.function(jit_compile=True)` of the user's is being traced |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `ConcreteFunction._call_flat` | a function is given the handles of its variables, which travel as one tensor |
@@ -405,10 +406,10 @@ _METHODS = {
 def entered_by() -> tuple[str, Any] | None:
     """The method of Keras, or `run`, that enters a scope right now, and its model or strategy; None if the user does.
 
-    Only frames of Keras and TensorFlow are between it and the scope.
+    Only frames of libraries are between it and the function that asks.
     """
     found = None
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tf_gpipe", *_LIBRARIES):
         if frame.f_code in _METHODS:
             found = _METHODS[frame.f_code], frame.f_locals.get("self")
@@ -428,6 +429,32 @@ def methods_under_way() -> list[dict[str, Any]]:
             found.append(frame.f_locals)
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def rows_of_first_batch(model: keras.Model) -> int | None:
+    """Rows of the first mini-batch that the `fit` up the stack gives a model; None where neither of them tells."""
+    for names in methods_under_way()[:1]:
+        if names.get("self") is model and "epoch_iterator" in names:
+            adapter = names["epoch_iterator"].data_adapter
+            if adapter.has_partial_batch and adapter.num_batches == 1:
+                return adapter.partial_batch_size
+            with tf.init_scope():  # a step may be traced right now
+                return adapter.batch_size or _batch_size_of(names.get("x"))
+    return None
+
+
+_KEEP_BATCHES = {"Cache", "Map", "Options", "ParallelMap", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
+
+
+def _batch_size_of(dataset: Any) -> int | None:
+    """Rows of a batch of a `tf.data.Dataset`, which its kind does not tell where the last may have fewer."""
+    while isinstance(dataset, tf.data.Dataset):
+        if hasattr(dataset, "_batch_size"):
+            size = tf.get_static_value(dataset._batch_size)
+            return None if size is None else int(size)
+        kept = type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_BATCHES
+        dataset = dataset._inputs()[0] if kept else None
+    return None
 
 
 def watch_resets(renew: Callable[[Callable[[], None]], None]) -> Callable[[], Any]:

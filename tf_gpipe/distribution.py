@@ -44,11 +44,6 @@ class Scope:
         if prepared is not None and compat.strategy_of(prepared[0]) is self._strategy:
             self._prepared = prepared
             preparation.adopt_optimizers(prepared[0], self._strategy)
-            if prepared[1] is not None and compat.entered_by() in [
-                ("fit", prepared[0]),
-                ("train_on_batch", prepared[0]),
-            ]:
-                self._strategy._note_rows(*prepared)
             self._strategy._place_prepared(*prepared)  # refuses before Keras builds, which may fail with a riddle
         if not tf.distribute.has_strategy():
             self._unwatch = compat.watch_resets(self._reset)

@@ -113,7 +113,6 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._compiled_devices: set[str] = set()
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._advice: weakref.WeakKeyDictionary[keras.Model, Advice] = weakref.WeakKeyDictionary()
-        self._rows: weakref.WeakKeyDictionary[keras.Model, int | None] = weakref.WeakKeyDictionary()  # of first batches
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
 
@@ -147,12 +146,6 @@ class GPipeStrategy(tf.distribute.Strategy):
     def scope(self) -> Scope:
         """Models, optimizers and metrics made inside belong to the strategy."""
         return Scope(self, super().scope)
-
-    def _note_rows(self, model: keras.Model, batch: Any) -> None:
-        """Remembers how many rows the first mini-batch of a training has, where the graph will not know."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in tree.flatten(x) if leaf is not None]
-        self._rows[model] = next((shape[0] for shape in shapes if shape), None)
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         _check_compiled(model)
@@ -366,7 +359,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         if model not in self._advice:
             self._advice[model] = Advice(model.name, self._num_micro_batches, chosen=self._partition != "flops")
         pooled = [layer for stage in pipeline.stages for layer in stage.pooled]
-        self._advice[model].give(pipeline.plan, known or self._rows.get(model), pooled)
+        self._advice[model].give(pipeline.plan, known or compat.rows_of_first_batch(model), pooled)
 
     def _call_pipeline(
         self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
