@@ -406,6 +406,163 @@ def test_model_being_prepared_during_fit_only(monkeypatch):
     assert compat.model_being_prepared() is None
 
 
+def test_entered_by_names_the_method_that_enters_a_scope():
+    found = []
+
+    class Watching(tf.distribute.OneDeviceStrategy):
+        def scope(self):
+            found.append(compat.entered_by())
+            return super().scope()
+
+    strategy = Watching("/CPU:0")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert found.pop() is None, "the user does"
+    x, y = np.ones([4, 4]), np.ones([4, 1])
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        found.clear()
+        getattr(model, name)(*((x,) if "predict" in name else (x, y)))
+        assert (name, model) in found
+        assert {one[0] for one in found if one} <= {name, "run"}
+    found.clear()
+    strategy.run(lambda: strategy.scope())
+    assert found == [("run", strategy), None]
+
+
+def test_methods_under_way_tell_their_arguments():
+    found = []
+
+    class Watching(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(compat.methods_under_way())
+
+        def on_test_begin(self, logs=None):
+            found.append(compat.methods_under_way())
+
+    assert compat.methods_under_way() == []
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones([4, 4]), np.ones([4, 1])
+    model.fit(x, y, verbose=0, callbacks=[Watching()], validation_data=(x, y))
+    (training,), (validating, around) = found
+    assert (training["verbose"], around["verbose"], validating["verbose"]) == (0, 0, "auto")
+    assert "logs" in training
+    assert around["logs"]
+    text = inspect.getsource(keras.Model.predict)
+    assert "outputs = None" in text, "what `progress` looks at to know that nothing has run yet"
+    assert "logs = {}" in inspect.getsource(keras.Model.fit)
+
+
+def doubled(x, y):
+    return x * 2, y
+
+
+def batched(size):
+    return tf.data.Dataset.from_tensor_slices((np.ones([20, 4]), np.ones([20, 1]))).shuffle(9).batch(size)
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        ({"x": np.ones([20, 4]), "y": np.ones([20, 1]), "batch_size": 8}, 8),
+        ({"x": np.ones([20, 4]), "y": np.ones([20, 1])}, 20),
+        ({"x": np.ones([40, 4]), "y": np.ones([40, 1])}, 32),
+        ({"x": batched(8)}, 8),
+        ({"x": batched(8).map(doubled, num_parallel_calls=2).cache().repeat(2).prefetch(1)}, 8),
+        ({"x": batched(8).unbatch().batch(5, drop_remainder=True)}, 5),
+        ({"x": ((np.ones([8, 4]), np.ones([8, 1])) for _ in range(3))}, None),
+    ],
+    ids=["arrays", "few rows", "default", "dataset", "dataset with more", "batched again", "generator"],
+)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_rows_of_the_first_batch_of_fit(data, rows):
+    found = []
+
+    class Watching(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            found.append((compat.rows_of_first_batch(self.model), compat.rows_of_first_batch(two_layers())))
+
+    model = two_layers()
+    model.compile("sgd", "mse")
+    assert compat.rows_of_first_batch(model) is None
+    model.fit(**data, shuffle=False, verbose=0, callbacks=[Watching()])
+    assert found[0] == (rows, None)
+
+
+def test_a_watched_reset_is_told_of_in_its_thread_only():
+    graph, seen = tf.compat.v1.get_default_graph(), []
+    end = compat.watch_resets(lambda reset: (seen.append("here"), reset()))
+    other = threading.Thread(target=keras.backend.clear_session)
+    other.start()
+    other.join()
+    assert seen == []
+    keras.backend.clear_session()
+    assert seen == ["here"]
+    assert tf.compat.v1.get_default_graph() is not graph
+    end()
+    keras.backend.clear_session()
+    assert seen == ["here"]
+
+
+def test_a_scope_that_is_set_for_good_is_known():
+    strategy, scopes = tf.distribute.OneDeviceStrategy("/CPU:0"), []
+    make = strategy.scope
+    strategy.scope = lambda: scopes.append(make()) or scopes[-1]
+    tf.distribute.experimental_set_strategy(strategy)
+    assert compat.is_set_for_good(scopes[0])
+    tf.distribute.experimental_set_strategy(None)
+    assert not compat.is_set_for_good(scopes[0])
+
+
+def test_in_xla_function():
+    found = []
+
+    def f(x):
+        found.append(compat.in_xla_function())
+        return x + 1
+
+    inner = tf.function(lambda x: f(x), autograph=False)
+    for function in (f, inner, tf.function(f, jit_compile=True), tf.function(lambda x: inner(x), jit_compile=True)):
+        function(tf.constant([1.0, 2.0]) if function is not inner else tf.constant(1.0))
+    assert found == [False, False, True, True]
+
+
+def test_the_error_of_strategies_inside_each_other():
+    a, b = (tf.distribute.OneDeviceStrategy("/CPU:0") for _ in range(2))
+    with pytest.raises(RuntimeError) as caught, a.scope(), b.scope():
+        pass
+    assert compat.says_that_strategies_mix(caught.value)
+    assert compat.optimizer_in(caught.value) is None
+    assert not compat.says_that_strategies_mix(RuntimeError("another"))
+    assert not compat.says_that_strategies_mix(None)
+    outside = keras.optimizers.Adam()
+    with a.scope():
+        variable = keras.Variable(1.0)
+        with pytest.raises(RuntimeError) as caught:
+            outside.build([variable])
+    assert compat.says_that_strategies_mix(caught.value)
+    assert compat.optimizer_in(caught.value) is outside
+
+
+def test_an_optimizer_is_adopted_unless_it_has_slots():
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    variables = [keras.Variable(1.0)]
+    inner = keras.optimizers.Adam()
+    new, built = keras.optimizers.LossScaleOptimizer(inner), keras.optimizers.Adam()
+    built.build(variables)
+    for optimizer in (new, built):
+        compat.adopt_optimizer(optimizer, strategy)
+    assert new._distribution_strategy is inner._distribution_strategy is strategy
+    assert built._distribution_strategy is not strategy
+    assert compat.foreign_optimizer(new, strategy) is None
+    assert compat.foreign_optimizer(built, strategy) is built
+    with tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"]).scope():
+        others = keras.optimizers.Adam()
+    compat.adopt_optimizer(others, strategy)
+    assert compat.foreign_optimizer(others, strategy) is others
+
+
 def test_one_device_extended():
     strategy = tf.distribute.OneDeviceStrategy("/CPU:1")
     extended = strategy.extended

@@ -22,12 +22,13 @@ TREE = {
     "ModelError": ValueError,
     "PartitionError": ValueError,
     "ScheduleError": ValueError,
+    "ScopeError": RuntimeError,
 }
 
 
 def test_all_names_every_exception_of_the_module():
     found = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-    assert set(errors.__all__) == found == {"GPipeError", *TREE}
+    assert set(errors.__all__) == found == {"GPipeError", "GPipeWarning", *TREE}
     assert list(errors.__all__) == sorted(errors.__all__)
 
 

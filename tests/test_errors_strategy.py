@@ -1,5 +1,7 @@
 """What a user reads when something is wrong: what was expected, what was received, what to do; what still works."""
 
+import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -11,11 +13,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import normal
+from helpers import assert_same, assert_same_optimizer, normal, scope_of
 from keras import layers, ops
 
 import tf_gpipe
-from tf_gpipe.errors import ArgumentError, DeviceError, MicroBatchError, ModelError, PartitionError
+from tf_gpipe import compat
+from tf_gpipe.errors import ArgumentError, DeviceError, MicroBatchError, ModelError, PartitionError, ScopeError
 
 ROOT = Path(__file__).parents[1]
 ROWS = 8
@@ -501,12 +504,370 @@ def test_a_partition_may_be_an_array():
 
 @pytest.mark.parametrize("method", ["fit", "train_on_batch"])
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "the one inside it"])
-def test_an_optimizer_made_outside_the_scope(method, inside):
-    strategy = tf_gpipe.GPipeStrategy(2, 4)
-    outside = keras.optimizers.Adam()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3), keras.layers.Dense(2)])
+def test_an_optimizer_of_another_kind_of_strategy_is_refused(method, inside):
+    with mirrored().scope():
+        outside = keras.optimizers.Adam()
+    with tf_gpipe.GPipeStrategy(2, 4).scope():
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3), keras.layers.Dense(2)])
         model.compile(keras.optimizers.LossScaleOptimizer(outside) if inside else outside, "mse")
-    received = r"Received: 'adam\w*' \(Adam\).*Make it, and call `compile`, inside"
-    with pytest.raises(ValueError, match=f"optimizer that was made under the scope of its model's.*{received}"):
-        getattr(model, method)(np.zeros([8, 4]), np.zeros([8, 2]))
+    received = (
+        r"Received: 'adam\w*' \(Adam\) of 'sequential\w*', which was made outside.*Make it, and call `compile`, inside"
+    )
+    with pytest.raises(ModelError, match=f"optimizer that was made under the scope of its model's.*{received}"):
+        getattr(model, method)(X, Y)
+
+
+# --- optimizers made outside the scope, and not built yet: they are adopted ---
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+OPTIMIZERS = {
+    "string": lambda: "adam",
+    "object": keras.optimizers.Adam,
+    "inside another": lambda: keras.optimizers.LossScaleOptimizer(
+        momentum(), initial_scale=8.0, dynamic_growth_steps=3
+    ),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9),
+    "averages": lambda: keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=3, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("compiled", ["inside", "outside"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_made_outside_the_scope_trains_as_in_plain_keras(make, compiled):
+    def trained(strategy):
+        optimizer = make()
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = keras.Sequential([keras.Input([6]), layers.Dense(4, "tanh"), layers.Dense(2)])
+            if compiled == "inside":
+                model.compile(optimizer, "mse", metrics=["mae"])
+        if compiled == "outside":
+            model.compile(optimizer, "mse", metrics=["mae"])
+        return model, model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0).history
+
+    plain, piped = trained(None), trained(tf_gpipe.GPipeStrategy(2, 2))
+    assert_same(plain, piped)
+    assert_same_optimizer(plain[0], piped[0])
+    slots = {v.value.device[-5:] for v in piped[0].optimizer.variables if "dense" in v.path or len(v.shape)}
+    assert slots == {"CPU:0", "CPU:1"}, "slots stand beside their weights"
+
+
+def test_an_optimizer_built_outside_the_scope_for_the_model_itself():
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = keras.Sequential([keras.Input([6]), layers.Dense(4, "tanh"), layers.Dense(2)])
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse")
+        return model, model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+
+    plain, piped = trained(None), trained(tf_gpipe.GPipeStrategy(2, 2))
+    assert_same(plain, piped)
+    assert_same_optimizer(plain[0], piped[0])
+
+
+def test_a_model_compiled_again_outside_the_scope_after_unfreezing():
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            base = keras.Sequential([keras.Input([6]), layers.Dense(4, "tanh"), layers.Dense(4)], name="base")
+            base.trainable = False
+            model = keras.Sequential([keras.Input([6]), base, layers.Dense(2)])
+            model.compile("adam", "mse")
+        model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        base.trainable = True
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        return model, model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+
+    assert_same(trained(None), trained(tf_gpipe.GPipeStrategy(2, 2)))
+
+
+class TwoOptimizers(keras.Model):
+    """Trains two parts, each with its optimizer: one an attribute, one in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.Sequential([keras.Input([6]), layers.Dense(3), layers.Dense(2)]) for _ in range(2)]
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.further = first, {"second": second}
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer in zip(self.parts, [self.first, self.further["second"]], strict=True):
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(part(x, training=True) - y))
+            optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+
+
+def test_several_optimizers_made_outside_the_scope():
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = TwoOptimizers()
+        model.compile(keras.optimizers.Adam(), momentum())
+        return model, model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+
+    assert_same(trained(None), trained(tf_gpipe.GPipeStrategy(2, 2)))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+def test_an_optimizer_made_outside_the_scope_in_a_loop_of_ones_own(wrap):
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    model, optimizer = model_of(strategy=strategy), keras.optimizers.Adam(name="outside")
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(model(x, training=True) - y))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    with pytest.raises(ModelError, match=says("under the scope of its model's strategy", "Received: 'outside' (Adam)")):
+        wrap(lambda x, y: strategy.run(step, args=(x, y)))(tf.constant(X), tf.constant(Y))
+
+
+# --- scopes and runs inside each other ---
+
+
+def mirrored():
+    return tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+
+
+def nothing_is_left():
+    """No strategy is current, no method of Keras or TensorFlow is another."""
+    kept = vars(compat.ops._default_graph_stack)
+    return not tf.distribute.has_strategy() and "__call__" not in vars(keras.Model) and "reset" not in kept
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "parts"),
+    [
+        ("ours", "ours", ["Received: `scope` of a GPipeStrategy inside the scope of another GPipeStrategy", "Leave"]),
+        (mirrored, "ours", ["Received: `scope` of a GPipeStrategy inside the scope of a MirroredStrategy", "Leave"]),
+        ("ours", mirrored, ["the scope or `run` of another strategy", "inside the scope of a GPipeStrategy", "Leave"]),
+    ],
+    ids=["ours in ours", "ours in another kind", "another kind in ours"],
+)
+def test_the_scope_of_one_strategy_inside_that_of_another(outer, inner, parts):
+    outer, inner = (tf_gpipe.GPipeStrategy(2, 2) if kind == "ours" else kind() for kind in (outer, inner))
+    message = says("Expected one strategy at a time.", *parts)
+    with pytest.raises(ScopeError, match=message), outer.scope(), inner.scope():
+        pass
+    assert nothing_is_left()
+    with inner.scope():
+        assert tf.distribute.get_strategy() is inner
+
+
+@pytest.mark.parametrize("kind", ["ours", "another kind"])
+def test_a_model_trained_inside_the_scope_of_another_strategy(kind):
+    model = model_of()
+    other = mirrored() if kind == "another kind" else tf_gpipe.GPipeStrategy(2, 2)
+    article = "a" if kind == "another kind" else "another"
+    message = says(f"Received: `fit` of 'model' inside the scope of {article} {type(other).__name__}. Leave that scope")
+    with pytest.raises(ScopeError, match=message), other.scope():
+        fit(model)
+    assert nothing_is_left()
+    assert np.isfinite(fit(model)).all()
+
+
+def test_a_model_of_another_kind_of_strategy_trained_inside_the_scope():
+    with mirrored().scope():
+        model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ScopeError, match="what was made under its scope"), tf_gpipe.GPipeStrategy(2, 2).scope():
+        fit(model)
+    assert nothing_is_left()
+    assert np.isfinite(fit(model)).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("outer", "inner", "part"),
+    [
+        (
+            "ours",
+            "ours",
+            "`run` of a GPipeStrategy inside `run` of another GPipeStrategy. Inside `run`, call the model",
+        ),
+        ("ours", "itself", "`run` of a GPipeStrategy inside `run` of the same GPipeStrategy. Inside `run`, call the"),
+        (
+            "mirrored",
+            "ours",
+            "`run` of a GPipeStrategy inside `run` of a MirroredStrategy. Inside `run`, call the model",
+        ),
+        ("ours", "mirrored", "the scope or `run` of another strategy"),
+    ],
+)
+def test_run_inside_run(outer, inner, part, wrap):
+    outer = tf_gpipe.GPipeStrategy(2, 2) if outer == "ours" else mirrored()
+    inner = {"ours": lambda: tf_gpipe.GPipeStrategy(2, 2), "itself": lambda: outer, "mirrored": mirrored}[inner]()
+    with pytest.raises(ScopeError, match=says("Received: ", part)):
+        wrap(lambda: outer.run(lambda: inner.run(lambda: tf.constant(1.0))))()
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "method", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"]
+)
+def test_methods_of_keras_inside_run(method, wrap):
+    strategy = tf_gpipe.GPipeStrategy(2, 4)
+    model = model_of(strategy=strategy)
+    data = (X,) if "predict" in method else (X, Y)
+    message = says(
+        f"Expected `{method}` to be called outside `run`",
+        f"Received: `{method}` of 'model' inside `run` of the same GPipeStrategy",
+        "call the model itself, `model(x, training=True)`",
+    )
+    with pytest.raises(ScopeError, match=message):
+        wrap(lambda: strategy.run(lambda: getattr(model, method)(*data) and None))()
+    assert nothing_is_left()
+    assert np.isfinite(getattr(model, method)(*data) if "batch" in method else fit(model)).all()
+
+
+def test_a_model_of_another_pipeline_says_that_it_has_no_stages():
+    model = model_of()
+    with pytest.warns(UserWarning, match="'model' was made outside the scope of the GPipeStrategy that it runs under"):
+        result = tf_gpipe.GPipeStrategy(2, 2).run(model, args=(tf.constant(X),))
+    np.testing.assert_allclose(result, model(X), atol=1e-6)
+
+
+# --- XLA around a pipeline ---
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around run", "inside run"])
+def test_a_function_of_ones_own_that_xla_compiles(trained, inside):
+    strategy = tf_gpipe.GPipeStrategy(2, 4)
+    model = model_of(strategy=strategy)
+    if trained:
+        fit(model)
+    compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
+    if inside:
+        function = tf.function(lambda x: strategy.run(compiled(model), args=(x,)), autograph=False)
+    else:
+        function = compiled(lambda x: strategy.run(model, args=(x,)))
+    message = says("outside functions that XLA compiles as a whole", "tf.function(jit_compile=True)", "on the strategy")
+    with pytest.raises(ArgumentError, match=message):
+        function(tf.constant(X))
+    assert nothing_is_left()
+    np.testing.assert_allclose(strategy.run(model, args=(tf.constant(X),)), model(X), atol=1e-6)
+
+
+# --- the model outside the pipeline, inside `run` ---
+
+
+def third_derivatives(call, x, weight):
+    """Of a sum over a model's outputs, by its inputs and by a weight."""
+    with tf.GradientTape() as third:
+        third.watch(x)
+        with tf.GradientTape() as second:
+            second.watch(x)
+            with tf.GradientTape() as first:
+                first.watch(x)
+                y = tf.reduce_sum(call(x) ** 3)
+            one = tf.reduce_sum(first.gradient(y, x) ** 2)
+        two = tf.reduce_sum(second.gradient(one, x) ** 2)
+    return third.gradient(two, [x, weight])
+
+
+def nested_model(strategy):
+    with strategy.scope():
+        inner = keras.Sequential([keras.Input([6]), layers.Dense(5, "tanh"), layers.BatchNormalization()], name="inner")
+        x = keras.Input([6])
+        return keras.Model(x, layers.Dense(2, "tanh", name="last")(inner(x)), name="model")
+
+
+def plainly(model, x):
+    """As the errors tell."""
+    return model.stateless_call(model.trainable_variables, model.non_trainable_variables, x)[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+def test_a_third_derivative_is_taken_as_the_error_says(wrap):
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    model, x = nested_model(strategy), tf.constant(X)
+    weight = model.trainable_variables[0].value
+
+    def run(call):
+        return wrap(lambda x: strategy.run(third_derivatives, args=(call, x, weight)))(x)
+
+    with pytest.raises(ModelError, match=says("Received: a third derivative of 'model'", "`model.stateless_call(")):
+        run(model)
+    for found, expected in zip(run(lambda x: plainly(model, x)), third_derivatives(model, x, weight), strict=True):
+        assert float(tf.reduce_max(tf.abs(expected))) > 1e-3
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_and_class_activations_are_taken_as_the_error_says():
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    model, x = nested_model(strategy), tf.constant(X)
+    both = keras.Model(model.inputs, [model.get_layer("inner").output, model.output])
+
+    def tangents(call):
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = call(x)
+        return accumulator.jvp(y)
+
+    def activations(call):
+        with tf.GradientTape() as tape:
+            features, y = call(x)
+            best = tf.reduce_max(y, axis=1)
+        return tape.gradient(best, features)
+
+    with pytest.raises(ModelError, match=says("ForwardAccumulator", "`model.stateless_call(")):
+        strategy.run(tangents, args=(model,))
+    for of, called in ((tangents, model), (activations, both)):
+        found = strategy.run(of, args=(lambda x, called=called: plainly(called, x),))
+        np.testing.assert_allclose(found, of(called), atol=1e-6)
+
+
+# --- the default graph is reset inside a scope ---
+
+RESETS = {
+    "keras.backend": keras.backend.clear_session,
+    "keras.utils": keras.utils.clear_session,
+    "tf.keras": tf.keras.backend.clear_session,
+    "tf.compat.v1": tf.compat.v1.reset_default_graph,
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "entered again"])
+@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
+def test_a_session_cleared_inside_the_scope_leaves_it_open(reset, again):
+    strategy = tf_gpipe.GPipeStrategy(2, 4)
+    with strategy.scope(), strategy.scope() if again else contextlib.nullcontext():
+        before = model_of(strategy=strategy)
+        reset()
+        assert tf.distribute.get_strategy() is strategy
+        reset()
+        after = keras.Sequential([keras.Input([6]), layers.Dense(3), layers.Dense(2)])
+        after.compile("sgd", "mse")
+        assert np.isfinite(fit(before)).all()
+    assert nothing_is_left()
+    assert np.isfinite(fit(after)).all()
+    assert [v.value.device[-5:] for v in after.weights] == ["CPU:0"] * 2 + ["CPU:1"] * 2
+    reset()
+    assert tf.Variable(1.0)._distribute_strategy is None
+
+
+def test_a_session_cleared_inside_run_is_refused():
+    strategy = tf_gpipe.GPipeStrategy(2, 4)
+    with pytest.raises(ScopeError, match=says("clear_session", "outside `strategy.run`", "between steps")):
+        strategy.run(keras.backend.clear_session)
+    assert nothing_is_left()
+
+
+def test_a_session_cleared_ends_a_strategy_that_was_set_for_good():
+    tf.distribute.experimental_set_strategy(tf_gpipe.GPipeStrategy(2, 4))
+    keras.backend.clear_session()
+    assert nothing_is_left()
+    tf.distribute.experimental_set_strategy(None)  # nothing is left to end
+    assert nothing_is_left()

@@ -12,6 +12,7 @@ __all__ = [
     "Event",
     "GPipeError",
     "GPipeStrategy",
+    "GPipeWarning",
     "Plan",
     "Schedule",
     "Task",
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # what checkers and editors read instead of `__getattr__`
     from tf_gpipe.callbacks import TimelineCallback
     from tf_gpipe.devices import set_logical_cpus
     from tf_gpipe.drawing import draw
-    from tf_gpipe.errors import GPipeError
+    from tf_gpipe.errors import GPipeError, GPipeWarning
     from tf_gpipe.plan import Plan
     from tf_gpipe.schedule import Schedule, Task
     from tf_gpipe.strategy import GPipeStrategy
@@ -36,6 +37,7 @@ else:
         "Event": "timeline",
         "GPipeError": "errors",
         "GPipeStrategy": "strategy",
+        "GPipeWarning": "errors",
         "Plan": "plan",
         "Schedule": "schedule",
         "Task": "schedule",

@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 Boundary = tuple[Ref, int]
 """A tensor between operations, and its micro-batch."""
 
+PLAIN_CALL = (
+    "Inside `run`, as in `train_step`, plain Keras is `model.stateless_call(model.trainable_variables, "
+    "model.non_trainable_variables, x)[0]`."
+)
+"""How to call a model without its pipeline, for errors: a stateless scope is not routed to it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
@@ -369,7 +375,7 @@ def refuse_third_derivative(
     def refuse(*_: Any) -> list[Any]:
         raise ModelError(
             f"Expected first and second derivatives only. Received: a third derivative of '{name}' inside "
-            "`strategy.run`. Take it with a model called outside the pipeline."
+            f"`strategy.run`. Take it of the model outside the pipeline. {PLAIN_CALL}"
         )
 
     record_gradient(results, inputs, weights, refuse)

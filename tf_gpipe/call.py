@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat, state, threads, tracing
-from tf_gpipe.backward import BackwardPass, record_gradient, refuse_third_derivative, second_derivative
+from tf_gpipe.backward import PLAIN_CALL, BackwardPass, record_gradient, refuse_third_derivative, second_derivative
 from tf_gpipe.dependence import moved_by_data
 from tf_gpipe.errors import ModelError
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
@@ -181,7 +181,8 @@ class Call:
         if compat.has_tangents(inputs, [compat.raw_variable(v) for v in self.trained]):
             raise ModelError(
                 f"Expected gradients to be taken by a `tf.GradientTape`. Received: a `tf.autodiff.ForwardAccumulator` "
-                f"around '{self.graph.model.name}' inside `strategy.run`. Call the model outside the pipeline for it."
+                f"around '{self.graph.model.name}' inside `strategy.run`. Call the model outside the pipeline for it. "
+                f"{PLAIN_CALL}"
             )
 
     def _refuse_composite(self, stage: Stage, ref: Ref) -> None:

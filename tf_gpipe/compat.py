@@ -18,6 +18,10 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `AutocastScope` | mixed precision inside a stage's body |
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `forwardprop_util` | whether forward-mode differentiation is under way |
+| `TensorFlowTrainer` | which method of Keras enters a scope, or trains, and how much it is to print: no hook tells |
+| `EpochIterator.data_adapter`, `Dataset._batch_size` | how many rows a batch has: the graph of a step may not know |
+| `_default_graph_stack` | `clear_session` resets the default graph, and with it forgets the scope that is open |
+| `control_flow_util` | whether a `tf.function(jit_compile=True)` of the user's is being traced |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
 | `READ_ONLY_RESOURCE_INPUTS_ATTR` | what `tf.function` tells the graph about its own calls, for a `RemoteCall` |
 | `ConcreteFunction._call_flat` | a function is given the handles of its variables, which travel as one tensor |
@@ -46,6 +50,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import re
 import sys
 import threading
@@ -60,6 +65,7 @@ import tensorflow as tf
 from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
@@ -74,6 +80,7 @@ from tensorflow.python.eager.polymorphic_function import compiler_ir
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import auto_control_deps_utils, ops
+from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
 
 from tf_gpipe import threads
@@ -487,6 +494,106 @@ def model_being_prepared() -> tuple[keras.Model, Structure] | None:
     return None
 
 
+_METHODS = {
+    inspect.unwrap(getattr(owner, name)).__code__: name
+    for owner, names in {
+        TensorFlowTrainer: ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+        tf.distribute.Strategy: ("run",),
+    }.items()
+    for name in names
+}
+
+
+def entered_by() -> tuple[str, Any] | None:
+    """The method of Keras, or `run`, that enters a scope right now, and its model or strategy; None if the user does.
+
+    Only frames of libraries are between it and the function that asks.
+    """
+    found = None
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tf_gpipe", *_LIBRARIES):
+        if frame.f_code in _METHODS:
+            found = _METHODS[frame.f_code], frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+_LIBRARIES = "keras", "tensorflow"
+
+
+def methods_under_way() -> list[dict[str, Any]]:
+    """The arguments and other local names of Keras's `fit` and the like up the stack, the innermost first."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _METHODS.get(frame.f_code, "run") != "run":
+            found.append(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def rows_of_first_batch(model: keras.Model) -> int | None:
+    """Rows of the first mini-batch that the `fit` up the stack gives a model; None where neither of them tells."""
+    for names in methods_under_way()[:1]:
+        if names.get("self") is model and "epoch_iterator" in names:
+            adapter = names["epoch_iterator"].data_adapter
+            if adapter.has_partial_batch and adapter.num_batches == 1:
+                return adapter.partial_batch_size
+            with tf.init_scope():  # a step may be traced right now
+                return adapter.batch_size or _batch_size_of(names.get("x"))
+    return None
+
+
+_KEEP_BATCHES = {"Cache", "Map", "Options", "ParallelMap", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
+
+
+def _batch_size_of(dataset: Any) -> int | None:
+    """Rows of a batch of a `tf.data.Dataset`, which its kind does not tell where the last may have fewer."""
+    while isinstance(dataset, tf.data.Dataset):
+        if hasattr(dataset, "_batch_size"):
+            size = tf.get_static_value(dataset._batch_size)
+            return None if size is None else int(size)
+        kept = type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_BATCHES
+        dataset = dataset._inputs()[0] if kept else None
+    return None
+
+
+def watch_resets(renew: Callable[[Callable[[], None]], None]) -> Callable[[], Any]:
+    """Has `renew(reset)` called, in this thread, where the default graph is reset, as `clear_session` does.
+
+    Returns a function that ends this.
+    """
+    stack = ops._default_graph_stack  # its attributes are of this thread alone
+    watch = replaced(stack, "reset", functools.partial(renew, stack.reset))
+    watch.__enter__()
+    return functools.partial(watch.__exit__, None, None, None)
+
+
+def is_set_for_good(scope: Any) -> bool:
+    """Whether `tf.distribute.experimental_set_strategy` opened a scope: a reset makes TensorFlow forget it."""
+    return ops.get_default_graph()._global_distribute_strategy_scope is scope
+
+
+def in_xla_function() -> bool:
+    """Whether a function that XLA compiles as a whole is being traced."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+def says_that_strategies_mix(error: BaseException | None) -> bool:
+    """Whether TensorFlow raised an exception for strategies inside each other, which only its text tells."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Mixing different tf.distribute.Strategy objects")
+
+
+def optimizer_in(error: BaseException) -> keras.Optimizer | None:
+    """The optimizer whose method raised an exception, if one did."""
+    trace = error.__traceback__
+    while trace is not None:
+        if isinstance(trace.tb_frame.f_locals.get("self"), keras.Optimizer):
+            return trace.tb_frame.f_locals["self"]
+        trace = trace.tb_next
+    return None
+
+
 @contextlib.contextmanager
 def follow_inputs(default: str) -> Iterator[None]:
     """Places each operation that names no device beside the largest of its inputs; `default` where none has a device.
@@ -889,6 +996,22 @@ def foreign_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> keras
     if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
         return optimizer
     return next(filter(None, (foreign_optimizer(part, strategy) for part in _inner_optimizers(optimizer))), None)
+
+
+def adopt_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Makes an optimizer, and those inside it, a strategy's where it was made elsewhere and has no slots yet.
+
+    What it has already, counter and learning rate, moves to where variables of the strategy's scope are made.
+    """
+    for part in _inner_optimizers(optimizer):
+        adopt_optimizer(part, strategy)
+    other = getattr(optimizer, "_distribution_strategy", strategy)
+    if other is not strategy and not optimizer.built:
+        made = [raw_variable(v) for v in optimizer.variables]
+        if all(strategy_of(v) is None or isinstance(strategy_of(v), type(strategy)) for v in made):
+            for variable in made:
+                move_variable(variable, "/CPU:0")
+            optimizer._distribution_strategy = strategy
 
 
 def _inner_optimizers(optimizer: Any) -> Sequence[keras.Optimizer]:

@@ -9,7 +9,11 @@
         ├── DeviceStartedError   (RuntimeError)  TensorFlow has started; its devices are fixed
         ├── InstallationError    (ImportError)   TensorFlow or Keras is not installed
         ├── ModelError           (ValueError)    a model that cannot be pipelined as it stands
-        └── MicroBatchError      (ValueError)    a mini-batch that cannot be split
+        ├── MicroBatchError      (ValueError)    a mini-batch that cannot be split
+        └── ScopeError           (RuntimeError)  scopes and runs of strategies inside each other
+
+    UserWarning
+    └── GPipeWarning                             a training that works, but not as well as it could
 
 `except tf_gpipe.GPipeError` catches what this package raises and nothing else. Every message says what was expected,
 what was received and what to do. One exception with many messages was rejected: tests and callers would have to read
@@ -21,11 +25,13 @@ __all__ = [
     "DeviceError",
     "DeviceStartedError",
     "GPipeError",
+    "GPipeWarning",
     "InstallationError",
     "MicroBatchError",
     "ModelError",
     "PartitionError",
     "ScheduleError",
+    "ScopeError",
 ]
 
 
@@ -65,3 +71,11 @@ class ModelError(GPipeError, ValueError):
 
 class MicroBatchError(GPipeError, ValueError):
     """A mini-batch cannot be split into micro-batches."""
+
+
+class ScopeError(GPipeError, RuntimeError):
+    """A scope or `run` of a strategy is entered where another strategy, or a `run`, is under way."""
+
+
+class GPipeWarning(UserWarning):
+    """A training works, but not as well as it could: what to change is in the message."""

@@ -57,7 +57,8 @@ class Pipeline:
         # "never" has the operands of deferred gradients in memory anyway, for a part.
         deferral = 1 if self.remat == "never" else self.num_micro_batches
         stages = [stage for stage in self.plan.stages if stage.steps]
-        return [Stage(stage, jit_compile=compiled, deferral=deferral) for stage in stages]
+        count = len(self.plan.stages)
+        return [Stage(stage, jit_compile=compiled, deferral=deferral, count=count) for stage in stages]
 
     def try_xla(
         self,

@@ -98,3 +98,22 @@ def build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
     unless_needed = contextlib.suppress(Exception) if is_built(model) else contextlib.nullcontext()
     with tf.init_scope(), unless_needed:
         compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})
+
+
+def adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Makes the optimizers of a model a strategy's that were made outside its scope and have no slots yet.
+
+    A model's own `train_step` may keep several, as attributes and in lists or dicts.
+    """
+    for part in compat.flatten_layers(model):
+        if isinstance(part, keras.Model):
+            for value in list(vars(part).values()):
+                held = (
+                    value.values()
+                    if isinstance(value, dict)
+                    else value
+                    if isinstance(value, (list, tuple))
+                    else [value]
+                )
+                for optimizer in [one for one in held if isinstance(one, keras.Optimizer)]:
+                    compat.adopt_optimizer(optimizer, strategy)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import compat, moments, residuals, state, updates
+from tf_gpipe import compat, moments, progress, residuals, state, updates
 from tf_gpipe.body import Body, StageBody
 from tf_gpipe.contraction import Contraction
 from tf_gpipe.dependence import Dependence, of_any_rows
@@ -46,9 +46,10 @@ class Stage:
         plan: the stage.
         jit_compile: whether XLA compiles its functions.
         deferral: for how many micro-batches deferring a gradient costs memory, see `GradientLayout`.
+        count: the number of stages.
     """
 
-    def __init__(self, plan: StagePlan, *, jit_compile: bool, deferral: int) -> None:
+    def __init__(self, plan: StagePlan, *, jit_compile: bool, deferral: int, count: int = 1) -> None:
         self.plan = plan
         self.index = plan.index
         self.device = plan.device
@@ -57,6 +58,7 @@ class Stage:
         self._read_from_elsewhere: dict[int, keras.Variable] = {}
         self.jit_compile = jit_compile
         self._deferral = deferral
+        self._count = count
         self._deferred: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._forwards: dict[Signature, Forward] = {}
         self._recorded: dict[tuple[Signature, tuple[bool, ...]], Recorded | None] = {}
@@ -75,6 +77,11 @@ class Stage:
     def read_again(self) -> list[keras.Variable]:
         """Weights that a backward function reads where they are, so that they must be as they were."""
         return [v for v in self.weights if id(v) in self._body.captured]
+
+    @property
+    def pooled(self) -> list[keras.layers.BatchNormalization]:
+        """Batch-norm layers that take statistics of each micro-batch, as far as traced."""
+        return list({id(layer): layer for forward in self._forwards.values() for layer in forward.moments_of}.values())
 
     def traced(
         self,
@@ -397,6 +404,7 @@ class Stage:
             specs: kinds of its arguments.
             called: whether it is to be called, and inlined, by functions that run on the device.
         """
+        progress.tracing(self.index, self._count)
         body.__name__ = f"stage_{self.index}_{body.__name__}"
         options = {} if called else {"experimental_attributes": {"_noinline": True}}
         jit_compile = True if self.jit_compile and not called else None

@@ -21,8 +21,9 @@ import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat, model_graph, placement, preparation, threads, tracing
+from tf_gpipe.advice import Advice
 from tf_gpipe.devices import must_compile, stage_devices
-from tf_gpipe.distribution import Extended, Scope
+from tf_gpipe.distribution import Extended, Scope, refuse_xla
 from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
@@ -109,6 +110,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
         self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
+        self._advice: weakref.WeakKeyDictionary[keras.Model, Advice] = weakref.WeakKeyDictionary()
         super().__init__(Extended(self, self._devices[-1]))
 
     @property
@@ -140,7 +142,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def scope(self) -> Scope:
         """Models, optimizers and metrics made inside belong to the strategy."""
-        return Scope(self, super().scope())
+        return Scope(self, super().scope)
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
         """Places a model, and models that it holds, as far as they can be planned before anything is traced."""
@@ -294,12 +296,13 @@ class GPipeStrategy(tf.distribute.Strategy):
         """Says what is wrong where an optimizer could not make its slots."""
         optimizer = compat.foreign_optimizer(getattr(model, "optimizer", None), self)
         if optimizer is not None:
-            raise ModelError(
-                "Expected an optimizer that was made under the scope of its model's strategy, which places its slots. "
-                f"Received: '{optimizer.name}' ({type(optimizer).__name__}) of '{model.name}', which was made outside, "
-                "or under another strategy's scope. Make it, and call `compile`, inside the `strategy.scope()` of the "
-                "model."
-            )
+            _refuse_optimizer(optimizer, f" of '{model.name}'")
+
+    def _check_optimizer_in(self, error: RuntimeError) -> None:
+        """Says what is wrong where an optimizer of no or another scope raised TensorFlow's error inside `run`."""
+        optimizer = compat.optimizer_in(error) if compat.says_that_strategies_mix(error) else None
+        if compat.foreign_optimizer(optimizer, self) is not None:
+            _refuse_optimizer(optimizer)
 
     def _pipeline(self, model: keras.Model, inputs: Any, training: bool | None) -> Pipeline:
         """The pipeline of a model for a training flag; made, and the model placed, the first time."""
@@ -357,8 +360,7 @@ class GPipeStrategy(tf.distribute.Strategy):
 
     def _tell_of_foreign(self, model: keras.Model) -> None:
         """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
-        foreign = compat.strategy_of(model) is None and model.compiled and self.num_stages > 1
-        if foreign and model not in self._told:
+        if model.compiled and self.num_stages > 1 and model not in self._told:
             self._told.add(model)
             warnings.warn(
                 f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on one "
@@ -366,11 +368,20 @@ class GPipeStrategy(tf.distribute.Strategy):
                 stacklevel=2,
             )
 
+    def _advise(self, model: keras.Model, pipeline: Pipeline, inputs: Sequence[Value | None]) -> None:
+        """Warns, once, of what a training step wastes."""
+        known = next((tensor.shape[0] for tensor in inputs if tensor is not None), None)
+        if model not in self._advice:
+            self._advice[model] = Advice(model.name, self._num_micro_batches, chosen=self._partition != "flops")
+        pooled = [layer for stage in pipeline.stages for layer in stage.pooled]
+        self._advice[model].give(pipeline.plan, known or compat.rows_of_first_batch(model), pooled)
+
     # In a `tf.function` of the user's, AutoGraph would rewrite the library's code.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _call_pipeline(
         self, during_run: contextlib.ExitStack, model: keras.Model, inputs: Any, training: bool | None, mask: Any
     ) -> Any:
+        refuse_xla()
         graph = compat.graph_of(model)
         if graph is None:
             inputs = tree.map_structure(_as_value, inputs)
@@ -383,6 +394,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         pipeline = self._pipeline(model, inputs, training)
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
+        if training and compat.is_recording():
+            self._advise(model, pipeline, flat)
         self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
         if result.losses:
             # The layers keep them, as in Keras, and the next call of any thread clears them: it waits until `run` ends.
@@ -418,6 +431,14 @@ def _check_compiled(model: keras.Model) -> None:
             "strategy: GPipeStrategy(..., jit_compile=True) compiles each stage on its own device. After loading a "
             "model that plain Keras saved on a GPU, where it decides so by itself, set `model.jit_compile = False`."
         )
+
+
+def _refuse_optimizer(optimizer: keras.Optimizer, whose: str = "") -> None:
+    raise ModelError(
+        "Expected an optimizer that was made under the scope of its model's strategy, which places its slots. "
+        f"Received: '{optimizer.name}' ({type(optimizer).__name__}){whose}, which was made outside, or under another "
+        "strategy's scope. Make it, and call `compile`, inside the `strategy.scope()` of the model."
+    )
 
 
 def _checked_count(name: str, value: Any) -> int | None:
