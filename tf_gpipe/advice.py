@@ -50,8 +50,7 @@ class Advice:
     def _of_plan(self, plan: Plan) -> Iterator[tuple[str, str]]:
         count, flops = len(plan.stages), [cost.flops for cost in costs.costs(plan.graph)]
         idle = [short_name(stage.device) for stage in plan.stages if not stage.steps]
-        heaviest = max(plan.stages, key=lambda stage: stage.flops)
-        balance = sum(flops) / (heaviest.flops * count) if heaviest.flops else 1.0
+        heaviest = max(plan.stages, key=lambda stage: stage.work)
         if idle:
             yield (
                 "idle",
@@ -59,9 +58,11 @@ class Advice:
                 f"{count - len(idle)} of {count} stages. Set num_stages={count - len(idle)}, or make the model of more "
                 "layers, since a layer is never cut.",
             )
-        elif balance < LEAST_BALANCE:
-            largest = max(range(len(flops)), key=flops.__getitem__)
-            share, even = flops[largest] / sum(flops), 1 / count
+        elif plan.balance < LEAST_BALANCE:
+            largest = max(range(heaviest.start, heaviest.end), key=flops.__getitem__)
+            of_stage = flops[largest] / heaviest.flops if heaviest.flops else 0.0
+            share = of_stage * heaviest.work / sum(stage.work for stage in plan.stages)
+            even = 1 / count
             if self._chosen:
                 advice = "Leave out `partition` to have them balanced, or move its cuts: `print(strategy.plan(model))`."
             elif share > even:
@@ -74,7 +75,7 @@ class Advice:
                 advice = "Set a smaller num_stages, or make the model of layers of more equal size."
             yield (
                 "balance",
-                f"The stages of '{self._name}' are uneven (balance {balance:.2f}, where 1.00 is best), so that devices "
+                f"The stages of '{self._name}' are uneven (balance {plan.balance:.2f}, where 1.00 is best), so that devices "
                 f"wait for stage {heaviest.index}. {advice}",
             )
 

@@ -121,6 +121,12 @@ class Plan:
     note: str = ""
     recomputed: float = 0.0
 
+    @property
+    def balance(self) -> float:
+        """Mean over heaviest work of the stages; 1 is even."""
+        heaviest = max(stage.work for stage in self.stages)
+        return sum(stage.work for stage in self.stages) / (heaviest * len(self.stages)) if heaviest else 1.0
+
     def __str__(self) -> str:
         work = sum(stage.work for stage in self.stages) or 1.0
         head = ("stage", "device", "operations", "from", "to", "parameters", "FLOPs/row", "share", "received/row")
@@ -148,10 +154,8 @@ class Plan:
             )
             for row in rows
         ]
-        heaviest = max(stage.work for stage in self.stages)
-        balance = work / (heaviest * len(self.stages)) if heaviest else 1.0
         lines.insert(1, "─" * len(lines[0]))
-        lines.append(f"{len(self.graph.steps)} operations of '{self.graph.model.name}', balance {balance:.2f}")
+        lines.append(f"{len(self.graph.steps)} operations of '{self.graph.model.name}', balance {self.balance:.2f}")
         lines += [self.note] if self.note else []
         return "\n".join(line.rstrip() for line in lines)
 
