@@ -75,8 +75,8 @@ class Advice:
                 advice = "Set a smaller num_stages, or make the model of layers of more equal size."
             yield (
                 "balance",
-                f"The stages of '{self._name}' are uneven (balance {plan.balance:.2f}, where 1.00 is best), so that devices "
-                f"wait for stage {heaviest.index}. {advice}",
+                f"The stages of '{self._name}' are uneven (balance {plan.balance:.2f}, where 1.00 is best), so that "
+                f"devices wait for stage {heaviest.index}. {advice}",
             )
 
     def _of_rows(self, rows: int | None, pooled: Sequence[keras.Layer]) -> Iterator[tuple[str, str]]:

@@ -282,8 +282,7 @@ def _plan_picture(plan: Plan, title: str) -> Picture:
     stages = plan.stages
     flops = [stage.work for stage in stages]
     parameters = [float(stage.parameters) for stage in stages]
-    balance = sum(flops) / (max(flops) * len(stages)) if max(flops) else 1.0
-    title = title or f"{len(plan.graph.steps)} operations of '{plan.graph.model.name}', balance {balance:.2f}"
+    title = title or f"{len(plan.graph.steps)} operations of '{plan.graph.model.name}', balance {plan.balance:.2f}"
     devices = [_device(stage.device) for stage in stages]
     left = _MARGIN + max(text_width(text, _TEXT_SIZE) for text in ["stage 00", *devices])
     kinds = (("share of FLOPs", _FILL["forward"], flops), ("share of parameters", _FILL["backward"], parameters))
