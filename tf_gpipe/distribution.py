@@ -91,6 +91,7 @@ class Extended(compat.OneDeviceExtended):
             return super()._update(var, fn, args, kwargs, group)
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> InputDataset:
+        compat.prepare_outside_epochs()
         return InputDataset(dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:
