@@ -28,6 +28,7 @@ from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan
+from tf_gpipe.stage import Stage
 from tf_gpipe.tasks import REMAT_MODES, Remat
 from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
@@ -109,7 +110,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition, len(self._devices))
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
-        self._compiled_devices: set[str] = set()
+        # With what is told where updates on such a device cannot be a program: the stage that was called there last.
+        self._compiled_devices: dict[str, Callable[[str], None]] = {}
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._calling = threading.RLock()  # of two threads that call one model, the second would see the first's `call`
         super().__init__(Extended(self, self._devices[-1]))
@@ -366,10 +368,22 @@ class GPipeStrategy(tf.distribute.Strategy):
         pipeline = self._pipeline(model, inputs, training)
         during_run.enter_context(compat.placed_regularizers(model.trainable_variables))
         result = pipeline(flat, training)
-        self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
+        self._compiled_devices.update((stage.device, _note_of(stage)) for stage in pipeline.stages if stage.jit_compile)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
+
+
+def _note_of(stage: Stage) -> Callable[[str], None]:
+    """`stage.note`, which keeps neither the stage nor its model alive."""
+    known = weakref.ref(stage)
+
+    def note(what: str) -> None:
+        stage = known()
+        if stage is not None:
+            stage.note(what)
+
+    return note
 
 
 def _place_slots(model: keras.Model) -> None:
