@@ -104,7 +104,38 @@ def test_a_stage_that_was_not_tried_and_cannot_be_compiled(monkeypatch):
         model = keras.Sequential([keras.Input([6]), *layers])
         model.compile("sgd", "mse")
     model.fit(np.ones([16, 6]), np.ones([16, 6]), batch_size=16, verbose=0)
-    assert "stages are not compiled: XLA cannot compile stage 1" in str(strategy.plan(model))
+    note = strategy.plan(model).note
+    assert re.search(r"stages are not compiled: XLA cannot compile stage 1 \((Invalid|Unimpl)\w+: .*AsString", note)
+
+
+@pytest.mark.parametrize("name", ["_passes", "_seconds"])
+def test_an_error_in_the_trial_is_raised(monkeypatch, name):
+    def fails(*_, **__):
+        raise TypeError("a fault of the library")
+
+    monkeypatch.setattr(trial, name, fails)
+    with pytest.raises(TypeError, match="a fault of the library"):
+        train(tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto"))
+
+
+class NoZeros(keras.layers.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(tf.reduce_sum(tf.abs(x)), 0.0, "all zeros")]):
+            return tf.identity(x)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_a_stage_that_takes_no_zeros_is_not_said_to_be_refused_by_xla():
+    strategy = tf_gpipe.GPipeStrategy(2, 4, jit_compile="auto", partition=[1, 4])
+    with strategy.scope():
+        layers = [keras.layers.Dense(6), NoZeros(), *(keras.layers.Dense(6) for _ in range(3))]
+        model = keras.Sequential([keras.Input([6]), *layers])
+        model.compile("sgd", "mse")
+    model.fit(np.ones([16, 6]), np.ones([16, 6]), batch_size=16, verbose=0)
+    note = strategy.plan(model).note
+    assert note.startswith("stages are not compiled: XLA cannot be tried on zeros in stage 1 (InvalidArgumentError: ")
 
 
 def test_strings_in_stages_that_are_to_be_compiled():

@@ -204,38 +204,70 @@ def test_an_error_of_an_optimizer_is_its_own():
         model.fit(*data(8), verbose=0)
 
 
-def in_a_step(body):
+def in_a_step(body, note=lambda _: None):
     """What `body` makes of 1.0 as a program, or operation by operation."""
 
     @tf.function(autograph=False)
     def step(x):
-        return updates.run(tf.config.list_logical_devices("CPU")[1].name, body, [x], compiled=True)
+        return updates.run(tf.config.list_logical_devices("CPU")[1].name, body, [x], compiled=True, note=note)
 
     return float(step(tf.constant(1.0)))
 
 
-@pytest.mark.parametrize("reason", ["an error", "a variable of TensorFlow's elsewhere"])
-def test_what_cannot_be_a_program_runs_operation_by_operation(reason):
+def test_what_cannot_be_a_program_runs_operation_by_operation_and_says_why():
     there = tf.Variable(2.0)
+    calls, notes = [], []
+
+    def body(x):
+        calls.append(1)
+        return x + there
+
+    assert in_a_step(body, notes.append) == 3
+    assert len(calls) == 2
+    assert notes == ["runs `body` operation by operation: a variable of another device is used in it"]
+
+
+def test_an_error_of_the_function_is_raised_and_not_tried_again():
     calls = []
 
     def body(x):
         calls.append(1)
-        if reason == "an error" and len(calls) == 1:
-            raise NotImplementedError
-        return x + there
+        raise TypeError("a fault of the function")
 
-    assert in_a_step(body) == 3
-    assert len(calls) == 2
+    with pytest.raises(TypeError, match="a fault of the function"):
+        in_a_step(body)
+    assert len(calls) == 1
 
 
-def test_only_an_error_of_the_function_itself_keeps_it_from_being_a_program(monkeypatch):
+def test_an_error_of_the_library_is_raised(monkeypatch):
     def fails(*_):
         raise TypeError("a fault of the library")
 
     monkeypatch.setattr(compat, "uses_only", fails)
     with pytest.raises(TypeError, match="a fault of the library"):
         in_a_step(lambda x: x + 1)
+
+
+def test_the_plan_says_which_updates_are_no_program(monkeypatch):
+    monkeypatch.setattr(compat, "uses_only", lambda *_: False)
+    strategy, model = compiled_model(lambda: optimizers.SGD(0.1), batch_norm=True)
+    model.fit(*data(8), batch_size=8, verbose=0)
+    why = "operation by operation: a variable of another device is used in it"
+    assert strategy.plan(model).note.splitlines() == [
+        f"stage 0 runs `weight_updates` {why}",
+        f"stage 1 runs `moving_averages` {why}",
+        f"stage 1 runs `weight_updates` {why}",
+    ]
+
+
+def test_an_error_in_an_update_of_keras_is_raised(monkeypatch):
+    def fails(*_):
+        raise TypeError("a fault of an update")
+
+    monkeypatch.setattr(optimizers.SGD, "update_step", fails)
+    _, model = compiled_model(lambda: optimizers.SGD(0.1))
+    with pytest.raises(TypeError, match="a fault of an update"):
+        model.fit(*data(8), verbose=0)
 
 
 def test_slots_of_other_shapes_are_beside_their_weights():

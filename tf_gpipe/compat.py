@@ -15,6 +15,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
 | `Trainer._compile_config` | what a layer does may change with every `compile` |
+| `TFEpochIterator` | Keras begins an epoch of the user's data only to learn the kind of a batch |
 | `AutocastScope` | mixed precision inside a stage's body |
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `forwardprop_util` | whether forward-mode differentiation is under way |
@@ -65,7 +66,7 @@ import tensorflow as tf
 from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
@@ -594,6 +595,35 @@ def optimizer_in(error: BaseException) -> keras.Optimizer | None:
     return None
 
 
+class _EpochIterator(TFEpochIterator):
+    """Keras's own, but a batch that is drawn to prepare a model belongs to no epoch.
+
+    Keras would tell the data that an epoch begins, whose workers would then fetch it: `on_epoch_begin` came once too
+    often, and the first epoch got the content of one that nobody had asked for.
+    """
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
+        if model_being_prepared() is None:
+            return super()._enumerate_iterator()
+        return iter([(0, 0, iter(self._get_iterator()))])
+
+
+def prepare_outside_epochs() -> None:
+    """Keeps the epoch iterator that Keras is making right now, if it is, from beginning an epoch to prepare a model.
+
+    Called when it asks the strategy for its data; the frame of its `__init__` up the stack tells.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return
+        made = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if type(made) is TFEpochIterator:
+            made.__class__ = _EpochIterator
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def follow_inputs(default: str) -> Iterator[None]:
     """Places each operation that names no device beside the largest of its inputs; `default` where none has a device.
@@ -771,6 +801,12 @@ def add_note(error: BaseException, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
+def one_line(error: BaseException | None) -> str:
+    """The kind of an exception, and the first line of its text."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 # --- calling functions on their devices ---
 
 
@@ -803,17 +839,20 @@ def note_reads(op: tf.Operation, indices: Sequence[int]) -> None:
     ops.set_int_list_attr(op, auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, list(indices))
 
 
-def is_refused_by_xla(function: Any, device: str) -> bool:
-    """Whether XLA cannot take a traced function, as far as can be told without compiling it."""
+def refusal_of_xla(function: Any, device: str) -> str | None:
+    """Why XLA cannot take a traced function, as far as can be told without compiling it; None if it can.
+
+    TensorFlow says so by a ValueError where it cannot even ask XLA (shapes that are not known).
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # of devices, in favour of names of platforms, which TensorFlow does not tell
             compiler_ir.from_concrete_function(function)(stage="hlo", device_name=device)
-    except (ValueError, tf.errors.OpError):
-        return True
-    return False
+    except (ValueError, tf.errors.OpError) as error:
+        return one_line(error)
+    return None
 
 
 def in_vectorized_loop() -> bool:

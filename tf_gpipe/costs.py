@@ -222,7 +222,7 @@ def _shapes_of(layer: keras.Layer) -> tuple[list[Shape], list[Shape]] | None:
             return None
         keras.tree.map_shape_structure(before.append, built_for)
         keras.tree.map_shape_structure(after.append, layer.compute_output_shape(*built_for))
-    except Exception:  # a layer's own code, which Keras may never call
+    except Exception:  # of any kind: a layer's own code, which Keras may never call, and this is only an estimate
         return None
     return before, after
 

@@ -245,7 +245,8 @@ def _read_flags() -> None:
     """Compiles something with XLA, which reads its flags only then, and ends the process if it does not know one."""
     import tensorflow as tf
 
-    with contextlib.suppress(Exception), tf.device("CPU:0"):  # tensorflow-tpu compiles nothing for CPUs
+    # Of any kind: tensorflow-tpu compiles nothing for CPUs, and only whether the process ends here is of interest.
+    with contextlib.suppress(Exception), tf.device("CPU:0"):
         tf.function(lambda x: x + 1.0, jit_compile=True)(0.0)
 
 

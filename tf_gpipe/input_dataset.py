@@ -2,11 +2,13 @@
 
 With one replica a dataset needs no distribution. But Keras, wherever a model has a strategy, draws a batch from `fit`'s
 data to learn its shapes, and throws it away; a Python generator never gives that batch again (3 of 6 batches were lost
-under `tf.distribute.OneDeviceStrategy`). So Keras gets the kind of a batch instead of a batch.
+under `tf.distribute.OneDeviceStrategy`). So Keras gets the kind of a batch instead of a batch. Where the kind does not
+tell enough, it gets a batch, and the first epoch gets the same batch and those after it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,15 +26,27 @@ class InputDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
+        self._opened: tuple[list[Any], Iterator[Any]] | None = None
         super().__init__(tf.data.experimental.to_variant(dataset))
 
     def _inputs(self) -> list[tf.data.Dataset]:
         return [self._dataset]
 
     def __iter__(self) -> Iterator[Any]:
-        if compat.model_being_prepared() is not None and _is_described(self._dataset.element_spec):
-            return iter([tf.nest.map_structure(_none_if_optional, self._dataset.element_spec)])
-        return iter(self._dataset)
+        if compat.model_being_prepared() is not None:
+            if _is_described(self._dataset.element_spec):
+                return iter([tf.nest.map_structure(_none_if_optional, self._dataset.element_spec)])
+            rest = iter(self._dataset)
+            self._opened = list(itertools.islice(rest, 1)), rest
+            return iter(self._opened[0])
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return iter(self._dataset)
+        # Keras wants an iterator of TensorFlow, to draw from inside its step.
+        given_back = tf.data.Dataset.from_generator(
+            lambda: itertools.chain(*opened), output_signature=self._dataset.element_spec
+        )
+        return iter(given_back)
 
     @property
     def element_spec(self) -> Any:

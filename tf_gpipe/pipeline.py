@@ -46,18 +46,25 @@ class Pipeline:
         told: weakref.WeakSet[keras.Layer],
     ) -> None:
         check_splittable(plan.graph, num_micro_batches)
-        self.plan = self._given = plan
+        self._given = plan
+        self._note = ""  # of XLA
         self.num_micro_batches = num_micro_batches
         self.remat = remat
         self.jit_compile = jit_compile
         self._told = told
         self.stages = self._make_stages(compiled=jit_compile is True)
 
+    @property
+    def plan(self) -> Plan:
+        """The stages, with a note of what was found out about them since."""
+        found = [self._given.note, self._note, *(note for stage in self.stages for note in stage.notes)]
+        return dataclasses.replace(self._given, note="\n".join(filter(None, found)))
+
     def _make_stages(self, *, compiled: bool) -> list[Stage]:
         # "never" has the operands of deferred gradients in memory anyway, for a part.
         deferral = 1 if self.remat == "never" else self.num_micro_batches
-        stages = [stage for stage in self.plan.stages if stage.steps]
-        count = len(self.plan.stages)
+        stages = [stage for stage in self._given.stages if stage.steps]
+        count = len(self._given.stages)
         return [Stage(stage, jit_compile=compiled, deferral=deferral, count=count) for stage in stages]
 
     def try_xla(
@@ -93,9 +100,8 @@ class Pipeline:
             others = [stage for stage in compiled if stage is not largest[1]]
             refused = first_refused(others, training, kinds) if found and found[0] else None
             if refused is not None:
-                found = False, f"stages are not compiled: XLA cannot compile stage {refused.index}"
-        pays, reason = found or (False, UNKNOWN_ROWS)
-        self.plan = dataclasses.replace(self._given, note="\n".join(filter(None, [self._given.note, reason])))
+                found = False, f"stages are not compiled: {refused}"
+        pays, self._note = found or (False, UNKNOWN_ROWS)
         if found is not None:
             self.jit_compile = pays
         if pays:
@@ -104,14 +110,15 @@ class Pipeline:
 
     def renewed(self) -> Pipeline:
         """The same without what was traced: for layers that have been changed."""
-        plan = self._given if self.jit_compile == "auto" else self.plan
-        return Pipeline(
-            up_to_date(plan),
+        renewed = Pipeline(
+            up_to_date(self._given),
             num_micro_batches=self.num_micro_batches,
             remat=self.remat,
             jit_compile=self.jit_compile,
             told=self._told,
         )
+        renewed._note = self._note if self.jit_compile != "auto" else ""
+        return renewed
 
     def tell_of_moved(
         self, variables: Sequence[keras.Variable], num_micro_batches: int, reasons: Sequence[str]

@@ -84,6 +84,8 @@ def prebuilt(model: keras.Model, batch: Any) -> Iterator[None]:
         return
     if batch is not None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        # Of any kind: this runs code of the user's that plain Keras may never run, as the training branch of a model
+        # that is only evaluated. The call that needs it raises the same again.
         with contextlib.suppress(Exception):
             build_if_needed(model, (x,), {"training": True})
     yield
@@ -94,7 +96,8 @@ def build_if_needed(model: keras.Model, args: Any, kwargs: Any) -> None:
     if all(layer.built for layer in compat.flatten_layers(model)) and is_built(model):
         return
     specs = tree.map_structure(model_graph.symbolic_input, args[0])
-    # Of a model that was called before, a layer may be left that this kind of call builds, or none does.
+    # Of a model that was called before, a layer may be left that this kind of call builds, or none does. Its code, and
+    # the error, are the user's; the call itself comes next and raises it again.
     unless_needed = contextlib.suppress(Exception) if is_built(model) else contextlib.nullcontext()
     with tf.init_scope(), unless_needed:
         compat.compute_output_spec(model, specs, **{k: v for k, v in kwargs.items() if k == "training"})

@@ -10,7 +10,6 @@ depend on is read off the forward function (`dependence.py`), for a call to know
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,14 @@ from tf_gpipe.stage_functions import (
 from tf_gpipe.values import Kind, components, has_gradient, is_differentiable
 
 
+class _NoGradientError(Exception):
+    """One of a stage's operations has no gradient, which plain Keras may never ask for."""
+
+
+class NotForXLAError(ModelError):
+    """A stage that XLA cannot compile."""
+
+
 class Stage:
     """Runs one stage of a plan.
 
@@ -47,6 +54,9 @@ class Stage:
         jit_compile: whether XLA compiles its functions.
         deferral: for how many micro-batches deferring a gradient costs memory, see `GradientLayout`.
         count: the number of stages.
+
+    Attributes:
+        notes: what it does otherwise than asked for, and why, for the plan.
     """
 
     def __init__(self, plan: StagePlan, *, jit_compile: bool, deferral: int, count: int = 1) -> None:
@@ -65,6 +75,7 @@ class Stage:
         self._backwards: dict[BackwardKind, Backward] = {}
         self._seconds: dict[Any, Backward] = {}
         self._dependences: dict[tuple[Signature, tuple[int, ...]], Dependence] = {}
+        self.notes: list[str] = []
         self._known: dict[bool | None, tuple[dict[int, keras.Variable], dict[int, keras.Variable]]] = {}
 
     @property
@@ -209,16 +220,23 @@ class Stage:
         """The forward pass on a tape and the backward pass from all that has a gradient; traced the first time.
 
         Returns:
-            None where there is nothing to take a gradient of, or no way: an operation has no gradient, say (the error
-            comes where a gradient is asked for), or only in the function that has run it (`state.needs_its_own_run`).
+            None where there is nothing to take a gradient of, or no way: an operation has no gradient (the error comes
+            where that is asked for), or only in the function that has run it (`state.needs_its_own_run`).
         """
         key = signature, wanted
         if key not in self._recorded:
             self._recorded[key] = None
             if any(wanted) or self.trained(signature):
-                with contextlib.suppress(Exception):
+                try:
                     self._recorded[key] = self._trace_recorded(signature, wanted)
+                except _NoGradientError as error:
+                    self.note(f"recomputes its activations: {compat.one_line(error.__cause__)}")
         return self._recorded[key]
+
+    def note(self, what: str) -> None:
+        """Keeps for the plan, once, what the stage does otherwise than asked for."""
+        line = f"stage {self.index} {what}"
+        self.notes += [line] if line not in self.notes else []
 
     def keeps(self, recorded: Recorded) -> bool:
         """Whether a micro-batch's activations can be kept; XLA does not know what loops and branches keep."""
@@ -242,7 +260,14 @@ class Stage:
                 targets = kind.targets(body)
 
                 def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
-                    return gives.sort(tape.gradient(targets, sources, output_gradients=list(d_outputs)), wanted)
+                    try:
+                        found = tape.gradient(targets, sources, output_gradients=list(d_outputs))
+                    except (LookupError, NotImplementedError) as error:
+                        # Here it is asked for for every output, in plain Keras for those that have a loss.
+                        if type(error) not in (LookupError, NotImplementedError):  # a KeyError is a mistake
+                            raise
+                        raise _NoGradientError from error
+                    return gives.sort(found, wanted)
 
                 made_of.append((kind, residuals.trace(gradient, [tf.TensorSpec(t.shape, t.dtype) for t in targets])))
                 return [*body.flat, *made_of[-1][1].kept]
@@ -251,6 +276,7 @@ class Stage:
 
         given, function, made = self._trace_complete(signature, trace)
         if state.needs_its_own_run(function.graph):
+            self.note("recomputes its activations: the gradient of a `tf.py_function` needs the function's own run")
             return None
 
         def place(body: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> PlacedFunction:
@@ -384,7 +410,7 @@ class Stage:
 
         tensors = [tensor for packed in micro_batches for tensor in packed]
         if layers:
-            updates.run(self.device, moving_averages, tensors, compiled=self.jit_compile)
+            updates.run(self.device, moving_averages, tensors, compiled=self.jit_compile, note=self.note)
 
     # --- tracing ---
 
@@ -420,7 +446,7 @@ class Stage:
     def _refuse_strings(self, signature: Signature) -> None:
         """XLA has no strings, and would say so in a language of its own when the step runs."""
         if self.jit_compile and any(kind.dtype == tf.string for kind in components(signature.values)):
-            raise ModelError(
+            raise NotForXLAError(
                 f"Expected numbers in stages that XLA compiles. Received: strings, as an input of stage {self.index} "
                 f"({', '.join(self.plan.operations)}). Set jit_compile=False on the strategy, or make numbers of them "
                 "in the input pipeline."

@@ -28,6 +28,7 @@ from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan, up_to_date
+from tf_gpipe.stage import Stage
 from tf_gpipe.tasks import REMAT_MODES, Remat, recomputed_share
 from tf_gpipe.timeline import Timeline
 from tf_gpipe.values import Value, is_dense
@@ -106,7 +107,8 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._partition = _checked_partition(partition, len(self._devices))
         self._remat = remat
         self._jit_compile = True if must_compile(self._devices) else jit_compile
-        self._compiled_devices: set[str] = set()
+        # With what is told where updates on such a device cannot be a program: the stage that was called there last.
+        self._compiled_devices: dict[str, Callable[[str], None]] = {}
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
         self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
@@ -396,13 +398,25 @@ class GPipeStrategy(tf.distribute.Strategy):
         result = pipeline(flat, training)
         if training and compat.is_recording():
             self._advise(model, pipeline, flat)
-        self._compiled_devices.update(stage.device for stage in pipeline.stages if stage.jit_compile)
+        self._compiled_devices.update((stage.device, _note_of(stage)) for stage in pipeline.stages if stage.jit_compile)
         if result.losses:
             # The layers keep them, as in Keras, and the next call of any thread clears them: it waits until `run` ends.
             during_run.enter_context(threads.turn)
         for owner, loss in result.losses:
             compat.hand_back_loss(owner, loss)
         return tree.pack_sequence_as(pipeline.plan.graph.outputs, result.outputs)
+
+
+def _note_of(stage: Stage) -> Callable[[str], None]:
+    """`stage.note`, which keeps neither the stage nor its model alive."""
+    known = weakref.ref(stage)
+
+    def note(what: str) -> None:
+        stage = known()
+        if stage is not None:
+            stage.note(what)
+
+    return note
 
 
 def _key(model: keras.Model, inputs: Any, training: bool | None) -> Any:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 from tf_gpipe import compat
-from tf_gpipe.errors import ModelError
 from tf_gpipe.gradients import Buffers
 from tf_gpipe.placed_function import PlacedFunction
-from tf_gpipe.stage import Stage
+from tf_gpipe.stage import NotForXLAError, Stage
 from tf_gpipe.stage_functions import BackwardKind, input_specs
 from tf_gpipe.values import has_gradient
 
@@ -59,8 +58,10 @@ def xla_pays(
                 if passes is None:
                     return None
                 seconds.append(_seconds(passes))
-        except (tf.errors.OpError, ModelError) as error:
-            return False, f"stages are not compiled: XLA cannot compile stage {plain.index} ({type(error).__name__})"
+        except (tf.errors.OpError, NotForXLAError) as error:
+            # Without XLA it can only be the zeros, which the model's own checks may refuse.
+            what = "XLA cannot compile" if stage is compiled else "XLA cannot be tried on zeros in"
+            return False, f"stages are not compiled: {what} stage {plain.index} ({compat.one_line(error)})"
     without, with_xla = (1e3 * s for s in seconds)
     pays = with_xla < (1 - GAIN) * without
     timed = f"a micro-batch took {with_xla:.2f} ms forward and back through stage {plain.index} with XLA"
@@ -68,15 +69,16 @@ def xla_pays(
     return pays, f"stages are {'' if pays else 'not '}compiled: {timed}"
 
 
-def first_refused(stages: Sequence[Stage], training: bool | None, kinds: Mapping[Ref, Any]) -> Stage | None:
-    """The first of stages to be compiled, none of which was tried, whose forward function XLA cannot take."""
+def first_refused(stages: Sequence[Stage], training: bool | None, kinds: Mapping[Ref, Any]) -> str | None:
+    """Of stages to be compiled, none of which was tried, the first that XLA cannot take, with the reason, in words."""
     for stage in stages:
         try:
             _, forward = stage.traced(training, kinds, None)
-        except ModelError:
-            return stage
-        if compat.is_refused_by_xla(cast(PlacedFunction, forward.function).traced, stage.device):
-            return stage
+            reason = compat.refusal_of_xla(cast(PlacedFunction, forward.function).traced, stage.device)
+        except NotForXLAError as error:
+            reason = compat.one_line(error)
+        if reason is not None:
+            return f"XLA cannot compile stage {stage.index} ({reason})"
     return None
 
 

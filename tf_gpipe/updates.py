@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,33 +32,40 @@ Update = tuple[tf.Variable, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A variable, the function that updates it, and what that takes after the variable."""
 
 
-def run(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor], *, compiled: bool) -> Any:
+def run(
+    device: str,
+    body: Callable[..., Any],
+    tensors: Sequence[tf.Tensor],
+    *,
+    compiled: bool,
+    note: Callable[[str], None] = lambda _: None,
+) -> Any:
     """Runs a function of tensors on a device.
 
     Args:
         device: full name of the device.
         body: the function; its name is that of the program.
         tensors: its arguments.
-        compiled: whether XLA is to make one program of it. Where that cannot be, since it assigns a variable of another
-            device, say, or when executing eagerly, it runs operation by operation.
+        compiled: whether XLA is to make one program of it. Where that cannot be, since it uses a variable of another
+            device in a way of TensorFlow's own, or when executing eagerly, it runs operation by operation.
+        note: is told where it cannot be, and why.
     """
     with tf.device(device), compat.stop_recording():
         if compiled and not tf.executing_eagerly():
-            with contextlib.suppress(_NoProgramError):
-                function, elsewhere = _trace(device, body, tensors)
+            program = _trace(device, body, tensors)
+            if program is not None:
+                function, elsewhere = program
                 return function(*tensors, *(compat.raw_variable(variable).read_value() for variable in elsewhere))
+            note(f"runs `{body.__name__}` operation by operation: a variable of another device is used in it")
         return body(*tensors)
 
 
-class _NoProgramError(Exception):
-    """A function cannot be a program; operation by operation it may run, or fail with an error of its own."""
-
-
-def _trace(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> tuple[Any, list[keras.Variable]]:
+def _trace(
+    device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]
+) -> tuple[Any, list[keras.Variable]] | None:
     """The program, and variables of other devices whose values it takes after its arguments.
 
-    Raises:
-        _NoProgramError: the function itself raises an error in a program, or uses a variable of another device.
+    None where there can be none, since the function uses a variable of another device, past Keras.
     """
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     elsewhere: dict[int, keras.Variable] = {}
@@ -66,10 +73,7 @@ def _trace(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]) 
     def program(*flat: tf.Tensor) -> Any:
         values = zip(elsewhere.values(), flat[len(specs) :], strict=True)
         with compat.ElsewhereScope(device, list(values)) as scope:
-            try:
-                made = body(*flat[: len(specs)])
-            except Exception as error:  # of whatever kind: the code is Keras's, or the user's
-                raise _NoProgramError from error
+            made = body(*flat[: len(specs)])
         missing.update(scope.missing)
         return made
 
@@ -81,15 +85,17 @@ def _trace(device: str, body: Callable[..., Any], tensors: Sequence[tf.Tensor]) 
         with tf.init_scope():
             function = traced.get_concrete_function()
         if not missing:
-            if not compat.uses_only(function, device):
-                raise _NoProgramError
-            return function, list(elsewhere.values())
+            return (function, list(elsewhere.values())) if compat.uses_only(function, device) else None
         elsewhere.update(missing)
 
 
 @contextlib.contextmanager
-def gathered(devices: set[str]) -> Iterator[None]:
-    """Updates of variables on the devices that are asked for in here become one program for each device, at the end."""
+def gathered(devices: Mapping[str, Callable[[str], None]]) -> Iterator[None]:
+    """Updates of variables on the devices that are asked for in here become one program for each device, at the end.
+
+    Args:
+        devices: full names of the devices, with what is told where there can be no program, and why.
+    """
     before = getattr(_gathering, "updates", None)
     updates: dict[str, list[Update]] = {device: [] for device in sorted(devices)}
     _gathering.updates = updates
@@ -99,7 +105,7 @@ def gathered(devices: set[str]) -> Iterator[None]:
         _gathering.updates = before
     for device, waiting in updates.items():
         if waiting:
-            _run_updates(device, waiting)
+            _run_updates(device, waiting, devices[device])
 
 
 def put_off(update: Update) -> bool:
@@ -111,7 +117,7 @@ def put_off(update: Update) -> bool:
     return True
 
 
-def _run_updates(device: str, updates: Sequence[Update]) -> None:
+def _run_updates(device: str, updates: Sequence[Update], note: Callable[[str], None]) -> None:
     tensors = [part for _, _, args, _ in updates for arg in args for part in _parts(arg)]
 
     def weight_updates(*flat: tf.Tensor) -> None:
@@ -119,7 +125,7 @@ def _run_updates(device: str, updates: Sequence[Update]) -> None:
         for variable, fn, args, kwargs in updates:
             fn(variable, *[_whole(arg, left) for arg in args], **kwargs)
 
-    run(device, weight_updates, tensors, compiled=True)
+    run(device, weight_updates, tensors, compiled=True, note=note)
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
