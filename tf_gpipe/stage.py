@@ -39,7 +39,7 @@ from tf_gpipe.values import Kind, components, has_gradient, is_differentiable
 
 
 class _NoGradientError(Exception):
-    """One of a stage's operations has no gradient, which plain Keras may never ask for."""
+    """The gradient of one of a stage's operations failed, which plain Keras may never ask for."""
 
 
 class NotForXLAError(ModelError):
@@ -262,10 +262,9 @@ class Stage:
                 def gradient(*d_outputs: tf.Tensor) -> list[tf.Tensor]:
                     try:
                         found = tape.gradient(targets, sources, output_gradients=list(d_outputs))
-                    except (LookupError, NotImplementedError) as error:
-                        # Here it is asked for for every output, in plain Keras for those that have a loss.
-                        if type(error) not in (LookupError, NotImplementedError):  # a KeyError is a mistake
-                            raise
+                    # Of any kind: the code is of an operation, or the user's. Here it takes part for every output, in
+                    # plain Keras for those that have a loss; what these need is taken again, and raises, in `backward`.
+                    except Exception as error:
                         raise _NoGradientError from error
                     return gives.sort(found, wanted)
 
