@@ -93,7 +93,7 @@ FROZEN = {"first half": range(4), "all but the last": range(7), "middle": range(
 
 
 @pytest.mark.parametrize("remat", ["always", "except_last", "never"])
-@pytest.mark.parametrize(("stages", "frozen"), zip([2, 4, 3, 4], FROZEN.values(), strict=True), ids=FROZEN)
+@pytest.mark.parametrize(("stages", "frozen"), [*zip([2, 4, 3, 4], FROZEN.values(), strict=True)], ids=FROZEN)
 def test_a_timeline_of_frozen_layers_shows_what_ran(stages, frozen, remat):
     def make() -> keras.Model:
         model = keras.Sequential([keras.Input([64]), *(L.Dense(64, "tanh") for _ in range(8))])

@@ -223,9 +223,10 @@ class Timeline:
             deferred = self._deferred_ticks
             busy = sum(map(self._length, row)) + deferred[d] * _NS
             idle = max(0.0, self.duration - busy)
-            own = min(idle, self._own_stages.idle_ticks(d, deferred) * _NS)
+            own = self._own_stages.idle_ticks(d, deferred) * _NS
+            own = own if math.isclose(own, idle, rel_tol=1e-9) else min(idle, own)
             bubble = min(own, self._equal_stages.idle_ticks(d, [round(fmean(deferred))] * len(deferred)) * _NS)
-            imbalance, rest = own - bubble, idle - own
+            imbalance, rest = own - bubble, max(0.0, idle - own)
             transfer = max(0.0, min(self._transfer_wait(row), rest))
             seconds = (busy - recompute, recompute, transfer, bubble, imbalance, rest - transfer)
             shares.append(Shares(*(part / self.duration for part in seconds)))
