@@ -538,9 +538,9 @@ def rows_of_first_batch(model: keras.Model) -> int | None:
     for names in methods_under_way()[:1]:
         if names.get("self") is model and "epoch_iterator" in names:
             adapter = names["epoch_iterator"].data_adapter
-            if adapter.has_partial_batch and adapter.num_batches == 1:
-                return adapter.partial_batch_size
-            with tf.init_scope():  # a step may be traced right now
+            with tf.init_scope(), contextlib.suppress(NotImplementedError):  # a step may be traced; of a generator's
+                if adapter.has_partial_batch and adapter.num_batches == 1:
+                    return adapter.partial_batch_size
                 return adapter.batch_size or _batch_size_of(names.get("x"))
     return None
 
