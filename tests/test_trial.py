@@ -105,7 +105,7 @@ def test_a_stage_that_was_not_tried_and_cannot_be_compiled(monkeypatch):
         model.compile("sgd", "mse")
     model.fit(np.ones([16, 6]), np.ones([16, 6]), batch_size=16, verbose=0)
     note = strategy.plan(model).note
-    assert re.search(r"stages are not compiled: XLA cannot compile stage 1 \((Invalid|Unimpl)\w+: .*AsString", note)
+    assert re.search(r"stages are not compiled: XLA cannot compile stage 1 \(ValueError: .*AsString", note)
 
 
 @pytest.mark.parametrize("name", ["_passes", "_seconds"])
@@ -120,8 +120,7 @@ def test_an_error_in_the_trial_is_raised(monkeypatch, name):
 
 class NoZeros(keras.layers.Layer):
     def call(self, x):
-        with tf.control_dependencies([tf.debugging.assert_none_equal(tf.reduce_sum(tf.abs(x)), 0.0, "all zeros")]):
-            return tf.identity(x)
+        return tf.debugging.check_numerics(x / tf.reduce_sum(tf.abs(x)), "all zeros")
 
     def compute_output_spec(self, x):
         return keras.KerasTensor(x.shape, x.dtype)
