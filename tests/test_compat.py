@@ -564,6 +564,17 @@ def test_an_optimizer_is_adopted_unless_it_has_slots():
     assert compat.foreign_optimizer(others, strategy) is others
 
 
+def test_the_epoch_iterator_of_keras():
+    for name in ("_enumerate_iterator", "_get_iterator"):
+        assert parameters_of(getattr(compat.TFEpochIterator, name)) == ["self"], name
+    compat.prepare_outside_epochs()  # nothing is being made
+    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=1)
+    made = compat.TFEpochIterator(x=np.ones([2, 4]), distribute_strategy=strategy)
+    assert isinstance(made, compat.TFEpochIterator)
+    assert type(made) is not compat.TFEpochIterator
+    assert [step for step, _, _ in made] == [0]
+
+
 def test_one_device_extended():
     strategy = tf.distribute.OneDeviceStrategy("/CPU:1")
     extended = strategy.extended
