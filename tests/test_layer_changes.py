@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, largest_difference, scope_of, train
+from helpers import assert_same, largest_difference, scope_of, train, use_floats
 from layer_checks import ROWS, check, compare_predictions, floats, moved, one_each, tokens
 
 import tf_gpipe
@@ -114,7 +114,11 @@ def test_lora_before_the_first_fit() -> None:
         before[:] = model.get_weights()
         return model
 
-    model, _ = check(make, TEXT)
+    use_floats("float64")  # the norm of four numbers enlarges rounding: 1.2e-6 in float32 on some processors
+    try:
+        model, _ = check(make, TEXT)
+    finally:
+        use_floats("float32")
     for name in LORA_LAYERS:
         layer = model.get_layer(name)
         assert [v.name for v in layer.trainable_variables][-2:] == [v.name for v in layer.variables if "lora" in v.name]

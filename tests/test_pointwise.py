@@ -120,10 +120,13 @@ def test_channels_that_are_not_known_stay_a_convolution(unknown):
 
 
 def test_bias_gradients_in_bfloat16_are_as_near_as_those_of_plain_keras():
-    """TensorFlow adds up 65,536 numbers in 16 bits where a bias follows anything but a convolution: 98 % off."""
+    """TensorFlow adds up 65,536 numbers in 16 bits where a bias follows anything but a convolution: 98 % off.
 
-    def make():
-        layer = keras.layers.Conv2D(4, 1, dtype="mixed_bfloat16")
+    On processors without instructions for 16 bits it does so after convolutions, too, and plain Keras is as far off.
+    """
+
+    def make(dtype="mixed_bfloat16"):
+        layer = keras.layers.Conv2D(4, 1, dtype=dtype)
         return keras.Sequential([keras.Input([64, 64, 3]), layer, keras.layers.Activation("linear", dtype="float32")])
 
     data = normal(16, 64, 64, 3), np.ones([16, 64, 64, 4], "float32")
@@ -133,9 +136,10 @@ def test_bias_gradients_in_bfloat16_are_as_near_as_those_of_plain_keras():
 
     plain, _ = train(make, data, compile=compile, epochs=1)
     ours, _ = train(make, data, tf_gpipe.GPipeStrategy(1, 2), compile=compile, epochs=1)
-    bias, wanted = (model.layers[0].bias.numpy() for model in (ours, plain))
-    assert np.all(np.abs(wanted) > 0.1)
-    np.testing.assert_allclose(bias, wanted, rtol=0.02)
+    exact, _ = train(lambda: make("float32"), data, compile=compile, epochs=1)
+    bias, of_keras, truth = (model.layers[0].bias.numpy() for model in (ours, plain, exact))
+    assert np.all(np.abs(truth) > 0.1)
+    assert np.all(np.abs(bias - truth) <= np.abs(of_keras - truth) + 0.02 * np.abs(truth))
 
 
 def convolutions() -> keras.Model:
