@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.layers.layer import Layer
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import distribute_lib
@@ -564,15 +564,38 @@ def test_an_optimizer_is_adopted_unless_it_has_slots():
     assert compat.foreign_optimizer(others, strategy) is others
 
 
-def test_the_epoch_iterator_of_keras():
-    for name in ("_enumerate_iterator", "_get_iterator"):
-        assert parameters_of(getattr(compat.TFEpochIterator, name)) == ["self"], name
-    compat.prepare_outside_epochs()  # nothing is being made
-    strategy = tf_gpipe.GPipeStrategy(num_stages=1, num_micro_batches=1)
-    made = compat.TFEpochIterator(x=np.ones([2, 4]), distribute_strategy=strategy)
-    assert isinstance(made, compat.TFEpochIterator)
-    assert type(made) is not compat.TFEpochIterator
-    assert [step for step, _, _ in made] == [0]
+def test_the_iterator_over_epochs_tells_its_data_through_an_attribute():
+    class Told(keras.utils.PyDataset):
+        begun = 0
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return np.ones([2, 4]), np.ones([2, 1])
+
+        def on_epoch_begin(self):
+            self.begun += 1
+
+    data = Told()
+    epochs = [
+        TFEpochIterator(x=data, distribute_strategy=strategy)
+        for strategy in (tf.distribute.OneDeviceStrategy("/CPU:0"), tf_gpipe.GPipeStrategy(1, 1))
+    ]
+    adapters = [made.data_adapter for made in epochs]
+    assert [type(adapter) is compat._QuietAdapter for adapter in adapters] == [False, True]
+    assert adapters[1].num_batches == adapters[0].num_batches == 1
+    compat.spare_first_epoch()
+    assert [made.data_adapter for made in epochs] == adapters, "only one that is being made"
+
+    def _maybe_symbolic_build(self):
+        next(iter(epochs[1]))
+
+    _maybe_symbolic_build(None)
+    assert data.begun == 0
+    epochs[1].reset()
+    next(iter(epochs[1]))
+    assert data.begun == 1
 
 
 def test_one_device_extended():

@@ -1,262 +1,255 @@
-"""Data whose content depends on when it is asked: each is asked as often, and in the same order, as by plain Keras."""
+"""Data that notice how often they are opened give training the same under the strategy as in plain Keras.
 
-import random
-import time
+Above all `keras.utils.PyDataset`: what its hooks are told, in which order, and what training sees of it.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, largest_difference, scope_of
-from keras import layers
+from helpers import scope_of
 
 import tf_gpipe
+from tf_gpipe.errors import ArgumentError
+from tf_gpipe.input_dataset import InputDataset
 
-ROWS = 4
-ran_out = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-
-
-def batch(epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch that tells of which epoch it is, and its index."""
-    x = np.linspace(-1, 1, ROWS * 3, dtype="float32").reshape(ROWS, 3)
-    x[:, 0] = epoch
-    return x, np.full([ROWS, 1], index, "float32")
+BATCHES = 3
+ran_out = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # how Keras finds the end of such data
 
 
-class Changing(keras.utils.PyDataset):
-    """Its content changes at the end of each epoch; it notes every call."""
+def gpipe() -> tf_gpipe.GPipeStrategy:
+    return tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2)
 
-    def __init__(self, length: int | None = 3, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.length, self.epoch = length, 0
-        self.calls: list[int | str] = []
 
-    @property
-    def num_batches(self) -> int | None:
+class Told(keras.utils.PyDataset):
+    """Writes down what it is told; its targets say how often that was, so that training sees it."""
+
+    def __init__(self, workers: int, length: int = BATCHES, first: int = 0) -> None:
+        super().__init__(workers=workers)
+        self.length, self.first = length, first
+        self.hooks: list[str] = []
+
+    def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        made = batch(self.epoch, index)
-        self.calls.append(index)
-        return made
+        # Several workers fetch while `on_epoch_begin` runs, in plain Keras too.
+        begun = self.hooks.count("begin") if self.workers < 2 else 0
+        content = self.first + 100 * begun + 10 * self.hooks.count("end") + index
+        return np.full([4, 2], index, "float32"), np.full([4, 1], content, "float32")
 
     def on_epoch_begin(self) -> None:
-        self.calls.append("begin")
+        self.hooks.append("begin")
 
     def on_epoch_end(self) -> None:
-        self.calls.append("end")
-        self.epoch += 1
-
-    @property
-    def hooks(self) -> list[str]:
-        return [call for call in self.calls if isinstance(call, str)]
-
-    @property
-    def known_calls(self) -> list[Any]:
-        """The calls, but for what threads do in any order: several workers fetch at once, and before `begin`."""
-        if self.workers < 2:
-            return self.calls
-        parts: list[list[int | str]] = [[]]
-        for call in self.calls:
-            parts[-1].append(call)
-            if call == "end":
-                parts.append([])
-        return [sorted(part, key=str) for part in parts]
+        self.hooks.append("end")
 
 
-class Sees:
-    """Notes the epoch and the index of each batch that it trains on or is tested on."""
-
-    def train_step(self, data):
-        self.note("train", data)
-        return super().train_step(data)
-
-    def test_step(self, data):
-        self.note("test", data)
-        return super().test_step(data)
-
-    def note(self, kind, data):
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        seen = self.__dict__.setdefault("seen", [])
-        tf.py_function(lambda a, b: seen.append((kind, int(a), int(b))), [x[0, 0], y[0, 0]], [])
-
-
-class SeeingModel(Sees, keras.Model):
-    pass
-
-
-class SeeingSequential(Sees, keras.Sequential):
-    pass
-
-
-class Subclassed(Sees, keras.Model):
+class TwoLayers(keras.Model):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.first, self.last = keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)
 
-    def call(self, x):
-        return self.second(self.first(x))
-
-
-def functional() -> keras.Model:
-    x = keras.Input([3])
-    return SeeingModel(x, layers.Dense(1)(layers.Dense(4, "tanh")(x)))
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
 
 
-def unbuilt() -> keras.Model:
-    return SeeingSequential([layers.Dense(4, "tanh"), layers.Dense(1)])
+class KnowsItsShapes(TwoLayers):
+    """Takes data whose shapes TensorFlow does not know."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step((tf.ensure_shape(data[0], [None, 2]), tf.ensure_shape(data[1], [None, 1])))
 
 
-MODELS = {"functional": functional, "unbuilt": unbuilt, "subclassed": Subclassed}
-each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def sequential(*first: Any) -> keras.Model:
+    return keras.Sequential([*first, keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
 
 
-def both(make=functional, **compile: Any) -> list[keras.Model]:
-    """The same model, plainly and in a pipeline."""
-    models = []
-    for strategy in (None, tf_gpipe.GPipeStrategy(2, 2)):
-        with scope_of(strategy):
-            keras.utils.set_random_seed(0)
-            models.append(make())
-            models[-1].compile(keras.optimizers.SGD(0.01), "mse", **compile)
-    return models
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    "built": lambda: sequential(keras.Input([2])),
+    "not built": sequential,
+    "subclassed": TwoLayers,
+}
 
 
-def epoch_of(kind: str, epoch: int, length: int = 3) -> list[tuple[str, int, int]]:
-    return [(kind, epoch, index) for index in range(length)]
+def compiled(make: Callable[[], keras.Model], strategy: Any, **compile: Any) -> tuple[keras.Model, list[int]]:
+    """A model, and the list of what its loss sees: the first target of each batch, and zeros between calls."""
+    seen: list[int] = []
+
+    def loss(y: tf.Tensor, prediction: tf.Tensor) -> tf.Tensor:
+        note = tf.py_function(lambda value: seen.append(int(value)), [y[0, 0]], [])
+        with tf.control_dependencies([note] if note is not None else []):
+            return tf.reduce_mean(tf.square(0.01 * y - prediction), axis=-1)
+
+    with scope_of(strategy):
+        keras.utils.set_random_seed(0)
+        model = make()
+        model.compile(keras.optimizers.SGD(0.1), loss, **compile)
+    return model, seen
 
 
-@pytest.mark.parametrize(
-    ("make", "workers"),
-    [
-        *((make, {"workers": count}) for make in MODELS.values() for count in (0, 2)),
-        (functional, {"workers": 1}),
-        (functional, {"workers": 2, "max_queue_size": 1}),
-    ],
-)
-def test_a_py_dataset_is_asked_as_by_plain_keras(make, workers):
-    runs, asked = [], []
-    for model in both(make):
-        data, more, tested = Changing(**workers), Changing(2, **workers), Changing(2, **workers)
-        history = model.fit(data, epochs=3, shuffle=False, verbose=0, validation_data=more).history
-        expected = [part for e in (1, 2, 3) for part in (*epoch_of("train", e), *epoch_of("test", 2 * e - 1, 2))]
-        assert model.seen == expected
-        assert data.hooks == ["end"] + ["begin", "end"] * 3
-        again = model.fit(data, shuffle=False, verbose=0).history
-        assert model.seen[len(expected) :] == epoch_of("train", 5)
-        model.evaluate(tested, verbose=0)
-        assert model.seen[-2:] == epoch_of("test", 1, 2)
-        assert tested.hooks == ["end", "begin", "end"]
-        predicted = model.predict(tested, verbose=0)
-        runs.append((model, {**history, "again": again["loss"], "predicted": predicted}))
-        asked.append([d.known_calls for d in (data, more, tested)])
-    assert asked[1] == asked[0]
-    assert_same(*runs)
-    assert largest_difference(runs[1][0], both(functional)[0]) > 1e-3, "the weights have moved"
-    assert len({v.value.device for v in runs[1][0].weights}) == 2
+def assert_as_in_plain_keras(record: Callable[[Any], Any]) -> Any:
+    """What is recorded of training is the same without a strategy and with one; returns it."""
+    plain, ours = record(None), record(gpipe())
+    assert ours == plain
+    return plain
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_order_of_a_shuffled_py_dataset_is_plain_kerass(workers):
-    seen = []
-    for model in both(unbuilt):
-        random.seed(3)
-        model.fit(Changing(5, workers=workers), epochs=3, verbose=0)
-        seen.append(model.seen)
-    assert seen[1] == seen[0]
-    assert sorted(seen[1]) == [part for epoch in (1, 2, 3) for part in epoch_of("train", epoch, 5)] != seen[1]
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_fit_sees_and_tells_the_same(workers, model):
+    def record(strategy):
+        fitted, seen = compiled(MODELS[model], strategy)
+        data, validation = Told(workers), Told(workers, length=1, first=5000)
+        records = []
+        for epochs in (3, 1):
+            losses = fitted.fit(data, validation_data=validation, epochs=epochs, verbose=0).history
+            losses = {name: np.round(values, 5).tolist() for name, values in losses.items()}
+            records.append((seen.copy(), data.hooks.copy(), validation.hooks.copy(), losses))
+        return records
 
-
-class WaitsForWorkers(keras.callbacks.Callback):
-    """Goes on when the workers have fetched all they may, so that chance decides nothing."""
-
-    def __init__(self, data: Changing, count: int) -> None:
-        super().__init__()
-        self.data, self.count = data, count
-
-    def on_train_batch_end(self, batch, logs=None):
-        until = time.monotonic() + 60
-        while self.data.workers == 2 and len(self.data.calls) - len(self.data.hooks) < self.count:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    (seen, told, _, _), _ = assert_as_in_plain_keras(record)
+    assert told == ["end", *["begin", "end"] * 3]
+    epochs = [sorted(value % 100 for value in seen if value < 5000)[i : i + BATCHES] for i in (0, 3, 6)]
+    assert epochs == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize(("make", "length"), [(functional, 4), (unbuilt, None)], ids=["finite", "endless"])
-def test_a_py_dataset_with_steps_per_epoch(make, workers, length):
-    indices, hooks = [], []
-    for model in both(make):
-        data = Changing(length, workers=workers)
-        wait = WaitsForWorkers(data, 2 + 4)
-        fit = {"epochs": 2, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
-        model.fit(data, callbacks=[wait], **fit)
-        indices.append([index for _, _, index in model.seen])
-        hooks.append(data.hooks)
-    assert indices == [[0, 1, 2, 3]] * 2
-    assert hooks == [["end", "begin", "end", "begin", "end"]] * 2
+def test_evaluate_sees_and_tells_the_same(workers):
+    def record(strategy):
+        fitted, seen = compiled(TwoLayers, strategy)
+        data = Told(workers)
+        losses = [round(fitted.evaluate(data, verbose=0), 5) for _ in range(2)]
+        predicted = fitted.predict(data, verbose=0).shape
+        return seen, data.hooks, losses, predicted
+
+    seen, *_ = assert_as_in_plain_keras(record)
+    assert [value % 100 for value in seen] == [10, 11, 12, 30, 31, 32]
 
 
-# --- data that are another each time they are opened ---
+@pytest.mark.parametrize(("workers", "steps"), [(0, 2), (1, 2), (2, 4)])
+def test_steps_of_an_epoch_see_and_tell_the_same(workers, steps):
+    """Where an epoch ends amid the data, batches may have been fetched ahead by then: only their order is certain."""
+
+    def record(strategy):
+        fitted, seen = compiled(MODELS["built"], strategy)
+        data = Told(workers, length=4)
+        for epochs in (4, 1):
+            fitted.fit(data, steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0)
+        return [value % 10 for value in seen], data.hooks
+
+    seen, told = assert_as_in_plain_keras(record)
+    assert seen == [0, 1, 2, 3] * (2 if steps == 2 else 4) + list(range(steps))
+    assert told.count("begin") == 5
+
+
+def test_several_steps_at_once_see_and_tell_the_same():
+    def record(strategy):
+        fitted, seen = compiled(MODELS["built"], strategy, steps_per_execution=2)
+        data = Told(2, length=4)
+        fitted.fit(data, epochs=2, shuffle=False, verbose=0)
+        return seen, data.hooks
+
+    assert_as_in_plain_keras(record)
+
+
+# --- other data that notice ---
 
 
 class Opened:
-    """A dataset of a generator, whose batches tell how often it has been opened."""
+    """Batches that say how often they were opened before, and which of all they are."""
 
-    def __init__(self, **signature: Any) -> None:
-        self.count = 0
-        self.data = tf.data.Dataset.from_generator(self.batches, **signature)
+    def __init__(self) -> None:
+        self.opened = self.drawn = 0
 
-    def batches(self):
-        self.count += 1
-        for index in range(2):
-            yield batch(self.count, index)
+    def __call__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self.opened += 1
+        for _ in range(BATCHES):
+            self.drawn += 1
+            yield np.ones([4, 2], "float32"), np.full([4, 1], 100 * self.opened + self.drawn, "float32")
 
 
-DESCRIBED = {"output_signature": (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]))}
-UNDESCRIBED = {
-    "output_types": (tf.float32, tf.float32)
-}  # of no known rank, so that a batch is drawn to build the model
+def described(batches: Opened) -> tf.data.Dataset:
+    kinds = tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])
+    return tf.data.Dataset.from_generator(batches, output_signature=kinds)
+
+
+def of_unknown_rank(batches: Opened) -> tf.data.Dataset:
+    return tf.data.Dataset.from_generator(batches, output_types=(tf.float32, tf.float32))
+
+
+def shuffled(batches: Opened) -> tf.data.Dataset:
+    return described(batches).shuffle(BATCHES, seed=3)
+
+
+def endless(batches: Opened) -> Iterator[Any]:
+    while True:
+        yield from batches()
+
+
+NOTICING = {
+    "generator": (endless, TwoLayers, {}, {"steps_per_epoch": BATCHES}),
+    "tf.data": (described, TwoLayers, {}, {}),
+    "tf.data, shuffled": (shuffled, TwoLayers, {}, {}),
+    "unknown rank, eagerly": (of_unknown_rank, TwoLayers, {"run_eagerly": True}, {}),
+    "unknown rank, not built": (of_unknown_rank, sequential, {"run_eagerly": True}, {}),
+    "unknown rank": (of_unknown_rank, KnowsItsShapes, {}, {}),
+    "unknown rank, two steps": (of_unknown_rank, KnowsItsShapes, {"steps_per_execution": 2}, {}),
+    "unknown rank, repeated": (lambda b: of_unknown_rank(b).repeat(), KnowsItsShapes, {}, {"steps_per_epoch": 2}),
+}
 
 
 @ran_out
-@each_model
-@pytest.mark.parametrize("signature", [DESCRIBED, UNDESCRIBED], ids=["described", "of unknown rank"])
-def test_a_dataset_is_opened_as_often_as_by_plain_keras(make, signature):
-    runs, counts = [], []
-    for model in both(make, run_eagerly=signature is UNDESCRIBED):  # in a graph Keras refuses targets of unknown rank
-        data, more = Opened(**signature), Opened(**signature)
-        fit = {"epochs": 2, "shuffle": False, "verbose": 0}
-        losses = model.fit(data.data, validation_data=more.data, **fit).history
-        evaluated = model.evaluate(more.data, verbose=0)
-        again = model.fit(data.data, **fit).history["loss"]
-        runs.append((model, {**losses, "evaluated": evaluated, "again": again}))
-        counts.append((data.count, more.count))
-    assert counts[1] == counts[0]
-    assert runs[1][0].seen == runs[0][0].seen
-    assert runs[1][0].seen[:4] == [*epoch_of("train", 1, 2), *epoch_of("test", 1, 2)]
-    assert_same(*runs)
+@pytest.mark.parametrize("kind", NOTICING)
+def test_other_data_are_opened_as_often(kind):
+    make_data, make, compile, fit = NOTICING[kind]
+
+    def record(strategy):
+        fitted, seen = compiled(make, strategy, **compile)
+        batches = Opened()
+        data = make_data(batches)
+        # What goes on from epoch to epoch is drawn ahead, nobody knows how far.
+        goes_on = "steps_per_epoch" in fit
+        for epochs in (2,) if goes_on else (2, 1):
+            fitted.fit(data, epochs=epochs, shuffle=False, verbose=0, **fit)
+        return seen, 0 if goes_on else batches.opened
+
+    seen, _ = assert_as_in_plain_keras(record)
+    assert len(seen) >= BATCHES
 
 
 @ran_out
-@pytest.mark.parametrize("signature", [DESCRIBED, UNDESCRIBED], ids=["described", "of unknown rank"])
-def test_a_dataset_that_the_strategy_was_given_first_is_opened_as_often(signature):
-    _, model = both(run_eagerly=signature is UNDESCRIBED)
-    opened = Opened(**signature)
-    data = model.distribute_strategy.experimental_distribute_dataset(opened.data)
-    model.fit(data, epochs=3, shuffle=False, verbose=0)
-    assert model.seen == [part for count in (1, 2, 3) for part in epoch_of("train", count, 2)]
-    assert opened.count == 3
+def test_evaluate_begins_with_the_batch_that_was_looked_at():
+    def record(strategy):
+        fitted, seen = compiled(TwoLayers, strategy, run_eagerly=True)
+        batches = Opened()
+        data = of_unknown_rank(batches)
+        fitted.fit(data, validation_data=of_unknown_rank(batches), epochs=2, shuffle=False, verbose=0)
+        fitted.evaluate(data, verbose=0)
+        return seen, batches.opened
+
+    seen, opened = assert_as_in_plain_keras(record)
+    assert (len(seen), opened) == (5 * BATCHES, 5)
 
 
-@pytest.mark.parametrize("signature", [DESCRIBED, UNDESCRIBED], ids=["described", "of unknown rank"])
-def test_an_endless_dataset_loses_no_batch(signature):
-    def endless():
-        yield from (batch(7, index) for index in range(100))
+@ran_out
+def test_a_distributed_dataset_is_opened_as_often():
+    batches = [Opened(), Opened()]
+    plain, expected = compiled(KnowsItsShapes, None)
+    plain.fit(of_unknown_rank(batches[0]), epochs=2, shuffle=False, verbose=0)
+    strategy = gpipe()
+    ours, seen = compiled(KnowsItsShapes, strategy)
+    data = strategy.experimental_distribute_dataset(of_unknown_rank(batches[1]))
+    assert isinstance(data, InputDataset)
+    ours.fit(data, epochs=2, shuffle=False, verbose=0)
+    assert seen == expected == [101, 102, 103, 204, 205, 206]
 
-    seen = []
-    for model in both(unbuilt, run_eagerly=signature is UNDESCRIBED):
-        data = tf.data.Dataset.from_generator(endless, **signature)
-        model.fit(data, epochs=2, steps_per_epoch=3, shuffle=False, verbose=0)
-        seen.append(model.seen)
-    assert seen == [epoch_of("train", 7, 6)] * 2
+
+def test_empty_data_of_unknown_rank_are_refused():
+    fitted, _ = compiled(TwoLayers, gpipe(), run_eagerly=True)
+    data = of_unknown_rank(Opened()).take(0)
+    with pytest.raises(ArgumentError, match=r"at least one batch[\s\S]*Received: an empty dataset"):
+        fitted.fit(data, shuffle=False, verbose=0)

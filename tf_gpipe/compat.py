@@ -15,7 +15,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `CallContext`, `global_state` | a stage's body may be traced after the model's call has returned |
 | `BatchNormalization._moments` | a micro-batch's statistics are wanted before they are mixed into the averages |
 | `Trainer._compile_config` | what a layer does may change with every `compile` |
-| `TFEpochIterator` | Keras begins an epoch of the user's data only to learn the kind of a batch |
+| `EpochIterator`, the frame `_maybe_symbolic_build` | data are spared the epoch that Keras begins to learn shapes |
 | `AutocastScope` | mixed precision inside a stage's body |
 | `_keras_call_info_injected` | Keras replaces exceptions without it, and their notes are lost |
 | `forwardprop_util` | whether forward-mode differentiation is under way |
@@ -66,11 +66,12 @@ import tensorflow as tf
 from keras.src.backend import AutocastScope, compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
@@ -595,31 +596,38 @@ def optimizer_in(error: BaseException) -> keras.Optimizer | None:
     return None
 
 
-class _EpochIterator(TFEpochIterator):
-    """Keras's own, but a batch that is drawn to prepare a model belongs to no epoch.
+class _QuietAdapter:
+    """A data adapter that is not told of the epoch that Keras begins only to look at a batch.
 
-    Keras would tell the data that an epoch begins, whose workers would then fetch it: `on_epoch_begin` came once too
-    often, and the first epoch got the content of one that nobody had asked for.
+    A `PyDataset` with several workers would fetch its batches there, for which the first epoch would then mistake them;
+    and its `on_epoch_begin` would be called once more than in plain Keras.
     """
 
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def on_epoch_begin(self) -> None:
+        """Called by Keras wherever it begins to draw."""
         if model_being_prepared() is None:
-            return super()._enumerate_iterator()
-        return iter([(0, 0, iter(self._get_iterator()))])
+            self._adapter.on_epoch_begin()
 
 
-def prepare_outside_epochs() -> None:
-    """Keeps the epoch iterator that Keras is making right now, if it is, from beginning an epoch to prepare a model.
+def spare_first_epoch() -> None:
+    """Lets the iterator over epochs that Keras is making tell its data of those epochs only in which it trains.
 
-    Called when it asks the strategy for its data; the frame of its `__init__` up the stack tells.
+    There is no hook: Keras has the strategy distribute the data while it makes the iterator, and the frame up the stack
+    tells which one it is.
     """
     frame = sys._getframe(1)
     for _ in range(8):
         if frame is None:
             return
-        made = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
-        if type(made) is TFEpochIterator:
-            made.__class__ = _EpochIterator
+        made = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(made, EpochIterator):
+            made.data_adapter = _QuietAdapter(made.data_adapter)
             return
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -900,7 +908,8 @@ def move_variable(variable: tf.Variable, device: str) -> None:
         return
     with tf.init_scope(), tf.device(device):
         # `tf.Variable` would ask the strategy where to put it.
-        copy = ResourceVariable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype)
+        name = variable.name.partition(":")[0]  # for TensorFlow's errors
+        copy = ResourceVariable(variable.read_value(), trainable=variable.trainable, dtype=variable.dtype, name=name)
     with tf.init_scope(), tf.device(variable.device):
         tf.raw_ops.AssignVariableOp(resource=variable._handle, value=tf.zeros([0], variable.dtype))
     variable._handle = copy._handle

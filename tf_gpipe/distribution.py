@@ -172,7 +172,7 @@ class Extended(compat.OneDeviceExtended):
         return result if group else tf.nest.map_structure(lambda value: (value,), result)  # of one replica
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> InputDataset:
-        compat.prepare_outside_epochs()
+        compat.spare_first_epoch()
         return InputDataset(dataset)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> InputDataset:

@@ -3,18 +3,19 @@
 With one replica a dataset needs no distribution. But Keras, wherever a model has a strategy, draws a batch from `fit`'s
 data to learn its shapes, and throws it away; a Python generator never gives that batch again (3 of 6 batches were lost
 under `tf.distribute.OneDeviceStrategy`). So Keras gets the kind of a batch instead of a batch. Where the kind does not
-tell enough, it gets a batch, and the first epoch gets the same batch and those after it.
+tell enough, Keras gets a batch, with which training then begins: what the data are opened and drawn for is the same as
+in plain Keras.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tf_gpipe import compat
+from tf_gpipe.errors import ArgumentError
 
 
 class InputDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
@@ -26,32 +27,45 @@ class InputDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
-        self._opened: tuple[list[Any], Iterator[Any]] | None = None
+        self._begun: tuple[Any, Iterator[Any]] | None = None  # the batch that was looked at, and those that follow it
         super().__init__(tf.data.experimental.to_variant(dataset))
 
     def _inputs(self) -> list[tf.data.Dataset]:
         return [self._dataset]
 
     def __iter__(self) -> Iterator[Any]:
-        if compat.model_being_prepared() is not None:
-            if _is_described(self._dataset.element_spec):
-                return iter([tf.nest.map_structure(_none_if_optional, self._dataset.element_spec)])
-            rest = iter(self._dataset)
-            self._opened = list(itertools.islice(rest, 1)), rest
-            return iter(self._opened[0])
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return iter(self._dataset)
-        # Keras wants an iterator of TensorFlow, to draw from inside its step.
-        given_back = tf.data.Dataset.from_generator(
-            lambda: itertools.chain(*opened), output_signature=self._dataset.element_spec
+        begun, self._begun = self._begun, None
+        if compat.model_being_prepared() is None:
+            return iter(self._dataset if begun is None else _as_dataset(*begun))
+        if _is_described(self._dataset.element_spec):
+            return iter([tf.nest.map_structure(_none_if_optional, self._dataset.element_spec)])
+        self._begun = begun or self._begin()
+        return iter(self._begun[:1])
+
+    def _begin(self) -> tuple[Any, Iterator[Any]]:
+        batches = iter(self._dataset)
+        for first in batches:
+            return first, batches
+        raise ArgumentError(
+            "Expected a dataset of at least one batch where its element_spec does not tell the rank of every tensor: "
+            f"shapes are learned from that batch. Received: an empty dataset with element_spec={self.element_spec}. "
+            "Give it batches, or shapes (`tf.ensure_shape`; `output_signature` of `tf.data.Dataset.from_generator`)."
         )
-        return iter(given_back)
 
     @property
     def element_spec(self) -> Any:
         """Structure of `tf.TypeSpec`s of a batch."""
         return self._dataset.element_spec
+
+
+def _as_dataset(first: Any, others: Any) -> tf.data.Dataset:
+    """A dataset, to be opened once, of a batch and those that a `tf.data.Iterator` still gives."""
+    as_is = tf.autograph.experimental.do_not_convert
+    drawn = tf.data.Dataset.from_tensors(0).repeat().map(as_is(lambda _: others.get_next_as_optional()))
+    rest = drawn.take_while(as_is(lambda batch: batch.has_value())).map(as_is(lambda batch: batch.get_value()))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # it would draw ahead once more
+    return tf.data.Dataset.from_tensors(first).concatenate(rest).with_options(options)
 
 
 def _is_described(spec: Any) -> bool:
