@@ -183,6 +183,19 @@ def test_other_uneven_stages(partition, count, advice):
     assert advice in text
 
 
+def test_a_model_that_was_placed_before_it_was_frozen():
+    strategy = tf_gpipe.GPipeStrategy(2, 2)
+    model = compiled(strategy, *dense(8))
+    assert told(fitted(model, 32, 32)) == []
+    for layer in model.layers[:7]:
+        layer.trainable = False
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    (text,) = told(fitted(model, 32, 32))
+    assert "Its weights stay where they were placed; cut anew, its balance would be" in text
+    assert "Save the model, and load it inside `strategy.scope()`" in text
+
+
 def test_devices_without_work():
     model = compiled(tf_gpipe.GPipeStrategy(4, 2), *dense(2))
     with pytest.warns(GPipeWarning) as caught:

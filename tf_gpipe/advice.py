@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
@@ -34,20 +34,21 @@ class Advice:
         self._chosen = chosen
         self._told: set[str] = set()
 
-    def give(self, plan: Plan, rows: int | None, pooled: Sequence[keras.Layer]) -> None:
+    def give(self, plan: Plan, anew: Callable[[], Plan], rows: int | None, pooled: Sequence[keras.Layer]) -> None:
         """Looks at a training step.
 
         Args:
             plan: the model's stages.
+            anew: gives what they would be if no variable had its place yet.
             rows: of the mini-batch, if that is known.
             pooled: batch-norm layers that normalise each micro-batch by its own statistics.
         """
-        for kind, text in (*self._of_plan(plan), *self._of_rows(rows, pooled)):
+        for kind, text in (*self._of_plan(plan, anew), *self._of_rows(rows, pooled)):
             if kind not in self._told:
                 self._told.add(kind)
                 warnings.warn(text, GPipeWarning, stacklevel=2)
 
-    def _of_plan(self, plan: Plan) -> Iterator[tuple[str, str]]:
+    def _of_plan(self, plan: Plan, anew: Callable[[], Plan]) -> Iterator[tuple[str, str]]:
         count, flops = len(plan.stages), [cost.flops for cost in costs.costs(plan.graph)]
         idle = [short_name(stage.device) for stage in plan.stages if not stage.steps]
         heaviest = max(plan.stages, key=lambda stage: stage.work)
@@ -65,6 +66,11 @@ class Advice:
             even = 1 / count
             if self._chosen:
                 advice = "Leave out `partition` to have them balanced, or move its cuts: `print(strategy.plan(model))`."
+            elif (better := anew().balance) > plan.balance + 0.05:
+                advice = (
+                    f"Its weights stay where they were placed; cut anew, its balance would be {better:.2f}. Save the "
+                    "model, and load it inside `strategy.scope()`, to have it cut for what is frozen now."
+                )
             elif share > even:
                 advice = (
                     f"'{plan.graph.names[largest]}' alone has {share:.0%} of the work, where an even stage has "

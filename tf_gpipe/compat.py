@@ -970,7 +970,8 @@ class HandleUsers:
                 function._function_cache.clear()  # without its lock: a thread that holds it may wait for this one
         for traced in self._concrete:
             captured = vars(traced)["_captured_inputs"]
-            known = [_refuse_stale(traced.name, paths[id(t)]) if id(t) in paths else t for t in captured]
+            name = traced.name.decode() if isinstance(traced.name, bytes) else traced.name
+            known = [_refuse_stale(name, paths[id(t)]) if id(t) in paths else t for t in captured]
             traced._captured_inputs = known
 
 

@@ -124,9 +124,12 @@ def _devices_of_kind(kind: str | None, num_stages: int | None) -> list[str]:
     found = " and ".join(f"{len(names)} {_PLURAL[key]}" for key, names in there.items())
     wanted = num_stages or 1
     advice = f"call `tf_gpipe.set_logical_cpus({wanted})` at the beginning of the program to run on logical CPU devices"
+    if "CPU" not in there:
+        advice = f"leave `devices` out and {advice}"
+    advice = f"Use fewer stages, or {advice}." if any(there.values()) else f"{advice[0].upper()}{advice[1:]}."
     raise DeviceError(
         f"Expected at least {wanted} device{'s' if wanted > 1 else ''} for num_stages={num_stages}. Received: {found}. "
-        f"Use fewer stages, or {'' if 'CPU' in there else 'leave `devices` out and '}{advice}."
+        f"{advice}"
     )
 
 

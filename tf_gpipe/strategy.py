@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import numbers
 import warnings
 import weakref
@@ -376,7 +377,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         if model not in self._advice:
             self._advice[model] = Advice(model.name, self._num_micro_batches, chosen=self._partition != "flops")
         pooled = [layer for stage in pipeline.stages for layer in stage.pooled]
-        self._advice[model].give(pipeline.plan, known or compat.rows_of_first_batch(model), pooled)
+        again = recomputed_share(self._remat, self._num_micro_batches)
+        anew = functools.partial(make_plan, pipeline.plan.graph, self._devices, self._partition, again)
+        self._advice[model].give(pipeline.plan, anew, known or compat.rows_of_first_batch(model), pooled)
 
     # In a `tf.function` of the user's, AutoGraph would rewrite the library's code.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
