@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import keras
@@ -871,3 +872,76 @@ def test_a_session_cleared_ends_a_strategy_that_was_set_for_good():
     assert nothing_is_left()
     tf.distribute.experimental_set_strategy(None)  # nothing is left to end
     assert nothing_is_left()
+
+
+class UsesVariables(keras.Model):
+    """A subclassed model that uses variables by themselves in `call`, as `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.dense, self.out = keras.layers.Dense(4), keras.layers.Dense(2)
+        self.table = keras.layers.Embedding(4, 4) if how == "embeddings" else None
+        self.gain = self.add_weight(shape=(4,), initializer="ones", name="gain")
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        x = self.dense(x)
+        if self.how == "together":
+            return self.out(x * self.gain)
+        if self.how == "assigned":
+            self.count.assign(self.count * 0.5 + 1.0)
+            return self.out(x)
+        made = {
+            "gain": lambda: keras.ops.exp(self.gain),
+            "count": lambda: keras.ops.cast(self.count, "float32") + 1.0,
+            "embeddings": lambda: self.table(keras.ops.array([1])),
+            "seed": lambda: keras.random.uniform((4,), seed=self.seeds),
+        }
+        return self.out(x * made[self.how]())
+
+
+@pytest.mark.parametrize(
+    ("how", "path"),
+    [("gain", "gain"), ("count", "count"), ("assigned", "count"), ("embeddings", "embeddings"), ("seed", "seed")],
+)
+def test_a_call_that_would_make_a_constant_of_a_variable_is_refused(how, path):
+    with tf_gpipe.GPipeStrategy(2, 2).scope():
+        model = UsesVariables(how)
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=rf"takes the value of '[^ ]*{path}.*Put that into a layer of its own"):
+        model.fit(np.ones([4, 3], "float32"), np.ones([4, 2], "float32"), verbose=0)
+
+
+def test_a_variable_beside_a_tensor_that_follows_from_the_inputs_is_trained():
+    found = []
+    for strategy in (None, tf_gpipe.GPipeStrategy(2, 2)):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = UsesVariables("together")
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Gradients do not exist")
+            model.fit(np.ones([4, 3], "float32"), np.ones([4, 2], "float32"), epochs=2, verbose=0)
+        found.append(model.gain.numpy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert np.all(np.abs(found[0] - 1) > 1e-3)
+
+
+def test_a_recurrent_cell_that_counts_is_refused_in_a_loop():
+    class Counting(keras.layers.SimpleRNNCell):
+        def build(self, shape):
+            super().build(shape)
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+
+        def call(self, inputs, states, training=False):
+            self.steps.assign_add(1.0)
+            return super().call(inputs, states, training)
+
+    with tf_gpipe.GPipeStrategy(2, 2).scope():
+        layers = [keras.Input([3, 2]), keras.layers.RNN(Counting(4)), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"outside loops and branches. Received: '[^ ]*steps'.*`unroll=True`"):
+        model.fit(np.ones([4, 3, 2], "float32"), np.ones([4, 2], "float32"), verbose=0)

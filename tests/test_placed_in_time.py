@@ -379,3 +379,40 @@ def test_a_custom_loop_that_clips_before_it_calls(caplog: Any) -> None:
 
     both_ways(program)
     assert "AutoGraph" not in caplog.text
+
+
+def test_functions_that_the_collector_was_told_to_leave_alone() -> None:
+    def program(strategy: Any) -> Any:
+        with scope_of(strategy):
+            model = dense(4, 2)
+            model.compile("sgd", "mse")
+        total = tf.function(lambda: tf.add_n([tf.reduce_sum(w.value) for w in model.trainable_variables]))
+        data = tf.data.Dataset.range(2).map(lambda _: tf.reduce_sum(model.weights[0].value))
+        given = [total()]
+        gc.freeze()
+        try:
+            model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+            assert gc.get_freeze_count() > 0
+        finally:
+            gc.unfreeze()
+        return [model], [*given, total(), list(data.as_numpy_iterator())]
+
+    both_ways(program)
+
+
+@pytest.mark.filterwarnings("ignore:Variables of .* stay on")
+def test_a_closed_tape_is_asked_after_the_model_was_placed() -> None:
+    def program(strategy: Any) -> Any:
+        with scope_of(strategy):
+            model = dense(4, 2)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.constant(X)) ** 2)
+        if strategy:
+            strategy.place(model)
+        found = tape.gradient(loss, [w.value for w in model.trainable_variables])
+        if strategy:
+            strategy.place(model)
+            assert devices_of(model) == {"CPU:0", "CPU:1"}
+        return [model], found
+
+    both_ways(program)

@@ -640,3 +640,31 @@ def test_what_results_depend_on(function, expected):
 def test_a_function_that_is_not_known_hides_everything():
     graph = tf.function(lambda: tf.constant(1)).get_concrete_function().graph
     assert dependence._Graph(graph)._through("no_such_function", 0, range(2)) == {0, 1, dependence.HIDDEN}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_counter_keeps_its_dtype_under_mixed_precision(policy):
+    class Counted(keras.layers.Layer):
+        def build(self, shape):
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count", autocast=False)
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+
+        def call(self, x):
+            self.count.assign_add(1.0 / 512)
+            self.steps.assign(self.steps + 1.0)
+            return x
+
+    found = []
+    for strategy in (None, tf_gpipe.GPipeStrategy(2, 1), tf_gpipe.GPipeStrategy(2, 4)):
+        keras.config.set_dtype_policy(policy)
+        try:
+            with scope_of(strategy):
+                counted = Counted()
+                model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2), counted, keras.layers.Dense(2)])
+                model.compile("sgd", "mse")
+            model.fit(np.ones([24, 2], "float32"), np.ones([24, 2], "float32"), batch_size=8, epochs=2, verbose=0)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        found.append((float(counted.count.numpy()), float(counted.steps.numpy())))
+    assert found[1] == found[2] == found[0]
+    assert found[0][1] == 6

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tf_gpipe import compat, moments, pointwise, state
 from tf_gpipe.devices import is_cpu
+from tf_gpipe.errors import ModelError
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.plan import StagePlan
 from tf_gpipe.values import Value, components
@@ -147,7 +148,7 @@ class StageBody:
                     raise
             loss_owners = self._take_loss_owners(scope)
             read = dict(scope.read)
-            states = [tf.cast(scope.get_current_value(v), v.dtype) for v in variables[:num_states]]
+            states = [_new_value(scope, v, plan) for v in variables[:num_states]]
         pooled = {id(v) for m in collected for v in (m.layer.moving_mean, m.layer.moving_variance)}
         # A kernel that another call of this step may normalise again is taken as it is in this call.
         kernels = {id(layer.kernel): layer.kernel for layer in normalised}
@@ -182,3 +183,19 @@ class StageBody:
         for loss, owner in zip(scope.losses, owners, strict=True):
             compat.losses_of(owner).discard(id(loss))
         return owners
+
+
+def _new_value(scope: compat.RecordingScope, variable: keras.Variable, plan: StagePlan) -> tf.Tensor:
+    """What a variable was assigned, in its own dtype, whatever layers compute in.
+
+    Raises:
+        ValueError: it was assigned inside a loop or branch, out of which Keras cannot hand the value.
+    """
+    value = tf.convert_to_tensor(scope.get_current_value(variable))
+    if getattr(value, "graph", None) not in (None, tf.compat.v1.get_default_graph()):
+        raise ModelError(
+            f"Expected layers that assign their state outside loops and branches. Received: '{variable.path}' in "
+            f"stage {plan.index} ({', '.join(plan.operations)}), assigned inside one, as that of `keras.layers.RNN`. "
+            "Assign it before or after that; for a recurrent layer, `unroll=True` has no loop."
+        )
+    return tf.cast(value, compat.raw_variable(variable).dtype)

@@ -43,6 +43,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | handles of `tf.Variable` | a variable's device is fixed when it is made; moving keeps its identity |
 | `Function` and its `_function_cache` | a function that knows a variable where it was is to be traced again |
 | `ConcreteFunction` and its `_captured_inputs` | what knows it there; what cannot be traced again must say so |
+| `GradientTape._tape` | whether a tape that is closed may still be asked for gradients |
 | `StructuredFunctionWrapper` | a `tf.data` pipeline that knows a variable keeps it where it is |
 """
 
@@ -931,9 +932,9 @@ class HandleUsers:
         self._functions: list[Function] = []
         self._concrete: list[ConcreteFunction] = []
         self._kept: set[int] = set()
-        users = (Function, ConcreteFunction, StructuredFunctionWrapper)
+        users = (Function, ConcreteFunction, StructuredFunctionWrapper, tf.GradientTape)
         kinds: dict[type, type | None] = {}  # asking each object for its class could run a lazy module's code
-        for found in gc.get_objects():
+        for found in _objects():
             of = type(found)
             if of not in kinds:
                 kinds[of] = next((kind for kind in users if issubclass(of, kind)), None)
@@ -942,6 +943,10 @@ class HandleUsers:
                 self._functions.append(found)
             elif kind is ConcreteFunction and wanted.keys() & _captured_by(found):
                 self._concrete.append(found)
+            elif kind is tf.GradientTape:
+                # One that is closed may still be asked for gradients of what it watched.
+                watched = found.watched_variables() if found._tape is not None else ()
+                self._kept |= wanted.keys() & {id(v.handle) for v in watched}
             elif kind is StructuredFunctionWrapper:
                 self._kept |= wanted.keys() & _captured_by(vars(found).get("_function"))
         graph = tf.compat.v1.get_default_graph()
@@ -973,6 +978,17 @@ class HandleUsers:
             name = traced.name.decode() if isinstance(traced.name, bytes) else traced.name
             known = [_refuse_stale(name, paths[id(t)]) if id(t) in paths else t for t in captured]
             traced._captured_inputs = known
+
+
+def _objects() -> list[Any]:
+    """All objects that the garbage collector knows; it tells of frozen ones only once they are not."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _captured_by(function: Any) -> set[int]:

@@ -426,13 +426,14 @@ def _follow(
             compat.stop_recording(),
             compat.call_context(model, training),
             compat.replaced(model, "add_loss", add_loss),
+            compat.RecordingScope([]) as scope,
         ):
             outputs = call(symbolic, **known)
         flat = tree.flatten(outputs)
         if not flat or not all(isinstance(tensor, keras.KerasTensor) for tensor in flat):
             raise TypeError(f"`call` returned {outputs!r}")
         known_tensors = [tensor for tensor in tree.flatten(symbolic) if tensor is not None]
-        return known_tensors, compat.nodes_between(known_tensors, [*flat, *losses]), outputs
+        nodes = compat.nodes_between(known_tensors, [*flat, *losses])
     except Exception as error:
         raise ModelError(
             f"Expected a model whose operations can be followed, to cut it into stages: a Sequential or Functional "
@@ -442,3 +443,20 @@ def _follow(
             "Replace operations of TensorFlow by those of `keras.ops`, put what cannot be replaced into a "
             "layer of its own, or build the model with the functional API: `keras.Model(inputs, outputs)`."
         ) from error
+    _refuse_values(model, call, {**scope.assigned, **scope.read})
+    return known_tensors, nodes, outputs
+
+
+def _refuse_values(model: keras.Model, call: Callable[..., Any], used: dict[int, keras.Variable]) -> None:
+    """Raises where a `call` took or assigned the value of a variable, which would be a constant in every step.
+
+    Layers that are called with symbolic inputs take theirs in scopes of their own.
+    """
+    if used:
+        paths = ", ".join(f"'{v.path}'" for v in list(used.values())[:3]) + (", …" if len(used) > 3 else "")
+        raise ModelError(
+            f"Expected the `call` of a subclassed model to use variables through layers, or together with tensors that "
+            f"follow from its inputs, since it is followed once. Received: '{model.name}' ({type(model).__name__}), "
+            f"whose `call` takes the value of {paths}, or assigns it, by itself: each step would see one constant. "
+            "Put that into a layer of its own, which is called with a tensor that follows from the inputs."
+        )

@@ -280,7 +280,8 @@ def input_specs(signature: Signature, given: Given) -> list[tf.TensorSpec]:
     """Kinds of these."""
     return [
         *components((*signature.values, *signature.masks)),
-        *(tf.TensorSpec(v.shape, v.dtype) for v in given.variables),
+        # Under mixed precision, Keras tells the dtype that a variable is read in where a model is being called.
+        *(tf.TensorSpec(v.shape, compat.raw_variable(v).dtype) for v in given.variables),
     ]
 
 
