@@ -17,6 +17,7 @@ It prints the loss of every epoch, where each weight and its momentum are, and t
 
 import argparse
 import os
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
 
@@ -54,6 +55,7 @@ def main() -> None:
     plain = make_model("plain")
     plain.compile(make_optimizer(), loss_fn)
 
+    warnings.filterwarnings("ignore", category=tf_gpipe.GPipeWarning)  # four layers of different size
     strategy = tf_gpipe.GPipeStrategy(num_stages=4, num_micro_batches=8)
     with strategy.scope():
         model = make_model("digits")

@@ -27,6 +27,7 @@ import argparse
 import math
 import os
 import sys
+import warnings
 from typing import NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
@@ -223,6 +224,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     devices = tf_gpipe.set_logical_cpus(arguments.stages)  # before TensorFlow starts
+    warnings.filterwarnings("ignore", category=tf_gpipe.GPipeWarning)  # a few large cells: the plan shows its balance
     # In float32, a rounding error of 1e-8 now and then flips a ReLU, and the weights drift apart in plain Keras too.
     keras.config.set_floatx("float64")
     rows, test_rows = load_digits()

@@ -45,7 +45,7 @@ def main() -> None:
 
     strategy = tf_gpipe.GPipeStrategy(num_stages=4, num_micro_batches=8)
     with strategy.scope():
-        hidden = [keras.layers.Dense(128, "relu", name=f"hidden_{i}") for i in range(6)]
+        hidden = [keras.layers.Dense(128, "relu", name=f"hidden_{i}") for i in range(8)]
         model = keras.Sequential([keras.Input([64]), *hidden, keras.layers.Dense(10, name="logits")], name="digits")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"])

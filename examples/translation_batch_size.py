@@ -23,6 +23,7 @@ show the difference in the loss already; this is the end of a run with --steps 8
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
@@ -45,6 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = comparison.parse(parser, argv)
     arguments.sizes = QUICK_SIZES if arguments.quick else SIZES
     if arguments.quick:
+        warnings.filterwarnings("ignore", category=tf_gpipe.GPipeWarning)  # one layer on two stages
         arguments.micro_batches = [1, 2, 4]
     flags.check_stages(parser, arguments.stages, most_stages(arguments.sizes["layers"]))
     return arguments

@@ -17,6 +17,7 @@ of messages ("high") and for the 5 others ("low").
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
@@ -45,6 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = comparison.parse(parser, argv)
     arguments.models = QUICK_MODELS if arguments.quick else MODELS
     if arguments.quick:
+        warnings.filterwarnings("ignore", category=tf_gpipe.GPipeWarning)  # one layer on two stages
         arguments.rows = 32
     flags.check_stages(parser, arguments.stages, most_stages(min(size["layers"] for size in arguments.models.values())))
     return arguments

@@ -34,6 +34,7 @@ above has 6,102,188,032 parameters.
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs errors only; before it is imported
@@ -103,6 +104,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     arguments = parser.parse_args(argv)
     arguments.languages = data.languages() if "all" in arguments.languages else list(dict.fromkeys(arguments.languages))
     if arguments.quick:
+        warnings.filterwarnings("ignore", category=tf_gpipe.GPipeWarning)  # one layer on two stages
         arguments.languages, arguments.stages = data.QUICK_LANGUAGES, 2
         arguments.batch_tokens, arguments.epochs, arguments.test_pairs, arguments.beam = 1536, 1, 8, 2
     if arguments.language_model and not arguments.plan:

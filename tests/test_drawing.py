@@ -40,6 +40,7 @@ class FakePlan:
     def __init__(self, stages):
         self.graph = types.SimpleNamespace(steps=range(9), model=types.SimpleNamespace(name="a<b"))
         self.stages = [types.SimpleNamespace(**stage) for stage in stages]
+        self.balance = 0.5
 
     def __str__(self):
         return "the table of the plan"

@@ -53,7 +53,7 @@ def load(name: str) -> ModuleType:
 
 def test_quickstart():
     printed = run_quickly("quickstart")
-    assert figures(printed, "of 'digits', balance") == [0.7, 0.91]
+    assert figures(printed, "of 'digits', balance") == [0.91, 0.93]
     assert re.findall(r"^ +(\d) +CPU:\1 ", printed, re.MULTILINE) == ["0", "1", "2", "3", "0", "1"]
     assert figure(printed, "test accuracy ") > 75
     assert figure(printed, "largest difference of any logit") < 1e-5

@@ -55,6 +55,13 @@ def test_the_category_is_a_user_warning_that_can_be_silenced_by_its_name():
         fitted(model, 4, 4)()
 
 
+def test_a_warning_is_at_the_users_line():
+    model = compiled(tf_gpipe.GPipeStrategy(2, 8), *dense(2))
+    with pytest.warns(GPipeWarning) as seen:
+        model.fit(*data(4), batch_size=4, verbose=0)
+    assert seen[0].filename == __file__
+
+
 # --- rows ---
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
 from tf_gpipe import costs
 from tf_gpipe.devices import short_name
-from tf_gpipe.errors import GPipeWarning
+from tf_gpipe.errors import GPipeWarning, warn
 from tf_gpipe.plan import Plan
 
 LEAST_ROWS = 8
@@ -46,7 +45,7 @@ class Advice:
         for kind, text in (*self._of_plan(plan, anew), *self._of_rows(rows, pooled)):
             if kind not in self._told:
                 self._told.add(kind)
-                warnings.warn(text, GPipeWarning, stacklevel=2)
+                warn(text, GPipeWarning)
 
     def _of_plan(self, plan: Plan, anew: Callable[[], Plan]) -> Iterator[tuple[str, str]]:
         count, flops = len(plan.stages), [cost.flops for cost in costs.costs(plan.graph)]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import warnings
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat
-from tf_gpipe.errors import ModelError
+from tf_gpipe.errors import ModelError, warn
 from tf_gpipe.micro_batch import Rows
 
 
@@ -92,12 +91,11 @@ def warn_of_state_moved_by_data(
     known = "follows from the data"
     if reasons:
         known += f", or cannot be told not to ({'; '.join(reasons)})"
-    warnings.warn(
+    warn(
         f"Layer '{owner.name}' moves {names} in its `call`, to a value that {known}. So it moves once for each of the "
         f"{num_micro_batches} micro-batches, in order. Sums and counts over rows come out as in plain Keras; running "
         "averages, and whatever counts calls, see micro-batches. Set num_micro_batches=1 for plain Keras's values, or "
-        "move the update into `train_step` or a callback.",
-        stacklevel=2,
+        "move the update into `train_step` or a callback."
     )
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import functools
 import numbers
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from tf_gpipe import compat, model_graph, placement, preparation, threads, traci
 from tf_gpipe.advice import Advice
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope, refuse_xla
-from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
+from tf_gpipe.errors import ArgumentError, GPipeError, ModelError, warn
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan, up_to_date
@@ -365,10 +364,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         """Warns, once, of a model that is compiled to be trained, not a part of another's step, but has no stages."""
         if model.compiled and self.num_stages > 1 and model not in self._told:
             self._told.add(model)
-            warnings.warn(
+            warn(
                 f"'{model.name}' was made outside the scope of the GPipeStrategy that it runs under: it runs on one "
-                "device, without stages. To pipeline it, make it inside `strategy.scope()`.",
-                stacklevel=2,
+                "device, without stages. To pipeline it, make it inside `strategy.scope()`."
             )
 
     def _advise(self, model: keras.Model, pipeline: Pipeline, inputs: Sequence[Value | None]) -> None:
