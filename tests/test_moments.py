@@ -230,7 +230,7 @@ def test_statistics_are_not_synchronised_over_replicas():
     layer = Noting(synchronized=True)
     layer.build([None, 2])
     x = tf.constant([[1.0, 2.0], [3.0, 6.0]])
-    with moments.collected([layer], fused=False) as collected:
+    with moments.collected([layer]) as collected:
         layer(x, training=True)
     layer(x, training=True)
     assert seen == [False, True]
