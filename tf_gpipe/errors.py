@@ -20,7 +20,7 @@ what was received and what to do. One exception with many messages was rejected:
 the text to tell a wrong model from a wrong device.
 """
 
-import sys
+import inspect
 import warnings
 
 __all__ = [
@@ -86,8 +86,8 @@ class GPipeWarning(UserWarning):
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user's program that led here, past the frames of libraries."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level + 1)
 
