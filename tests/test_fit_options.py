@@ -1,5 +1,6 @@
 """`fit`, `evaluate` and `predict` with every kind of data, option: as plain Keras, and no batch is lost."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
