@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_gpipe
 
@@ -54,6 +55,20 @@ def assert_same_optimizer(a: keras.Model, b: keras.Model, tolerance: float = 1e-
     assert len(a.optimizer.variables) == len(b.optimizer.variables)
     for x, y in zip(a.optimizer.variables, b.optimizer.variables, strict=True):
         np.testing.assert_allclose(y.numpy(), x.numpy(), rtol=2e-6, atol=tolerance, err_msg=x.path)
+
+
+def third_derivatives(call: Callable[[Any], Any], x: Any, sources: Any) -> Any:
+    """Of a sum over a model's outputs: twice by its inputs, then by the sources."""
+    with tf.GradientTape() as third:
+        third.watch(x)
+        with tf.GradientTape() as second:
+            second.watch(x)
+            with tf.GradientTape() as first:
+                first.watch(x)
+                y = tf.reduce_sum(call(x) ** 3)
+            one = tf.reduce_sum(first.gradient(y, x) ** 2)
+        two = tf.reduce_sum(second.gradient(one, x) ** 2)
+    return third.gradient(two, sources)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

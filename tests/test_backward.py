@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import largest_difference, normal, train
+from helpers import largest_difference, normal, third_derivatives, train
 from keras import layers
 
 import tf_gpipe
@@ -91,16 +91,7 @@ def test_a_third_derivative_is_refused():
     model = model_of(strategy=strategy)
 
     def nested(x):
-        with tf.GradientTape() as third:
-            third.watch(x)
-            with tf.GradientTape() as second:
-                second.watch(x)
-                with tf.GradientTape() as first:
-                    first.watch(x)
-                    y = tf.reduce_sum(model(x) ** 3)
-                one = tf.reduce_sum(first.gradient(y, x) ** 2)
-            two = tf.reduce_sum(second.gradient(one, x) ** 2)
-        return third.gradient(two, x)
+        return third_derivatives(model, x, x)
 
     with pytest.raises(ModelError, match="Expected first and second derivatives only. Received: a third derivative"):
         strategy.run(nested, args=(tf.constant(X),))

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, assert_same_optimizer, normal, scope_of
+from helpers import assert_same, assert_same_optimizer, normal, scope_of, third_derivatives
 from keras import layers, ops
 
 import tf_gpipe
@@ -765,20 +765,6 @@ def test_a_function_of_ones_own_that_xla_compiles(trained, inside):
 # --- the model outside the pipeline, inside `run` ---
 
 
-def third_derivatives(call, x, weight):
-    """Of a sum over a model's outputs, by its inputs and by a weight."""
-    with tf.GradientTape() as third:
-        third.watch(x)
-        with tf.GradientTape() as second:
-            second.watch(x)
-            with tf.GradientTape() as first:
-                first.watch(x)
-                y = tf.reduce_sum(call(x) ** 3)
-            one = tf.reduce_sum(first.gradient(y, x) ** 2)
-        two = tf.reduce_sum(second.gradient(one, x) ** 2)
-    return third.gradient(two, [x, weight])
-
-
 def nested_model(strategy):
     with strategy.scope():
         inner = keras.Sequential([keras.Input([6]), layers.Dense(5, "tanh"), layers.BatchNormalization()], name="inner")
@@ -798,11 +784,11 @@ def test_a_third_derivative_is_taken_as_the_error_says(wrap):
     weight = model.trainable_variables[0].value
 
     def run(call):
-        return wrap(lambda x: strategy.run(third_derivatives, args=(call, x, weight)))(x)
+        return wrap(lambda x: strategy.run(third_derivatives, args=(call, x, [x, weight])))(x)
 
     with pytest.raises(ModelError, match=says("Received: a third derivative of 'model'", "`model.stateless_call(")):
         run(model)
-    for found, expected in zip(run(lambda x: plainly(model, x)), third_derivatives(model, x, weight), strict=True):
+    for found, expected in zip(run(lambda x: plainly(model, x)), third_derivatives(model, x, [x, weight]), strict=True):
         assert float(tf.reduce_max(tf.abs(expected))) > 1e-3
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

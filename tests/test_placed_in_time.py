@@ -12,6 +12,7 @@ from helpers import largest_difference, normal, scope_of
 from keras import layers, ops
 
 import tf_gpipe
+from tf_gpipe import preparation
 from tf_gpipe.errors import ModelError
 
 X, Z, Y = normal(8, 2), normal(8, 2, seed=1), normal(8, 2, seed=2)
@@ -416,3 +417,22 @@ def test_a_closed_tape_is_asked_after_the_model_was_placed() -> None:
         return [model], found
 
     both_ways(program)
+
+
+def test_one_batch_at_a_time_looks_for_models_once_after_each_compile(monkeypatch: Any) -> None:
+    looked: list[str] = []
+    plain = preparation.models_inside
+    monkeypatch.setattr(preparation, "models_inside", lambda model: (looked.append(model.name), plain(model))[1])
+    with gpipe().scope():
+        model = dense(4, 2)
+        model.compile("sgd", "mse")
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    assert looked == [model.name]
+    model.compile("sgd", "mse")
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+    assert looked == [model.name] * 2
+    model.fit(X, Y, verbose=0)
+    model.fit(X, Y, verbose=0)
+    assert looked == [model.name] * 4

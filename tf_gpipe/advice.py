@@ -8,7 +8,8 @@ import keras
 
 from tf_gpipe import costs
 from tf_gpipe.devices import short_name
-from tf_gpipe.errors import GPipeWarning, warn
+from tf_gpipe.errors import GPipeWarning
+from tf_gpipe.messages import warn
 from tf_gpipe.plan import Plan
 
 LEAST_ROWS = 8

@@ -29,6 +29,7 @@ from tf_gpipe import compat, state, threads, tracing
 from tf_gpipe.backward import PLAIN_CALL, BackwardPass, record_gradient, refuse_third_derivative, second_derivative
 from tf_gpipe.dependence import moved_by_data
 from tf_gpipe.errors import ModelError
+from tf_gpipe.messages import listed
 from tf_gpipe.micro_batch import Rows, count_rows, split_rows
 from tf_gpipe.model_graph import Ref
 from tf_gpipe.placed_function import sharing_handles
@@ -392,9 +393,9 @@ def _host_of(inputs: Sequence[Value | None]) -> str | None:
 def _refuse_assigned(variables: Sequence[tf.Variable], name: str) -> None:
     """The backward pass reads the weights again, and would take them as they have become."""
     if variables:
-        listed = ", ".join(f"'{v.name}'" for v in variables[:3]) + (", …" if len(variables) > 3 else "")
+        names = listed(v.name for v in variables)
         raise ModelError(
             f"Expected the gradients of '{name}' to be taken before its weights change, since the backward pass runs "
-            f"the stages again. Received: {listed}, assigned since the model was called. Take all gradients of the "
+            f"the stages again. Received: {names}, assigned since the model was called. Take all gradients of the "
             "step first, then apply them."
         )

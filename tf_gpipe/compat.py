@@ -53,6 +53,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import re
 import sys
 import threading
@@ -88,6 +89,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variab
 
 from tf_gpipe import threads
 from tf_gpipe.errors import ModelError
+from tf_gpipe.messages import LIBRARIES
 from tf_gpipe.threads import replaced
 
 __all__ = [
@@ -487,14 +489,17 @@ def model_being_prepared() -> tuple[keras.Model, Structure] | None:
     Keras draws a batch of the user's data to learn shapes wherever a model has a strategy, and throws the batch away.
     There is no hook: the frame of `_maybe_symbolic_build` up the stack tells.
     """
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return None
+    for frame in itertools.islice(_frames_from(sys._getframe(1)), 8):
         if frame.f_code.co_name == "_maybe_symbolic_build" and "self" in frame.f_locals:
             return frame.f_locals["self"], frame.f_locals.get("data_batch")
-        frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame, and those up the stack from it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _METHODS = {
@@ -513,26 +518,18 @@ def entered_by() -> tuple[str, Any] | None:
     Only frames of libraries are between it and the function that asks.
     """
     found = None
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tf_gpipe", *_LIBRARIES):
+    for frame in _frames_from(sys._getframe(2)):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in LIBRARIES:
+            break
         if frame.f_code in _METHODS:
             found = _METHODS[frame.f_code], frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
     return found
-
-
-_LIBRARIES = "keras", "tensorflow"
 
 
 def methods_under_way() -> list[dict[str, Any]]:
     """The arguments and other local names of Keras's `fit` and the like up the stack, the innermost first."""
-    found = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _METHODS.get(frame.f_code, "run") != "run":
-            found.append(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    frames = _frames_from(sys._getframe(1))
+    return [frame.f_locals for frame in frames if _METHODS.get(frame.f_code, "run") != "run"]
 
 
 def rows_of_first_batch(model: keras.Model) -> int | None:
@@ -622,15 +619,11 @@ def spare_first_epoch() -> None:
     There is no hook: Keras has the strategy distribute the data while it makes the iterator, and the frame up the stack
     tells which one it is.
     """
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return
+    for frame in itertools.islice(_frames_from(sys._getframe(1)), 8):
         made = frame.f_locals.get("self")
         if frame.f_code.co_name == "__init__" and isinstance(made, EpochIterator):
             made.data_adapter = _QuietAdapter(made.data_adapter)
             return
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -72,6 +72,7 @@ class Scope:
         if self._prepared is not None and error is None:
             # Keras has just built the model and its optimizer and traces nothing before `scope` is left.
             self._strategy._place_prepared(*self._prepared)
+            self._strategy._place_parts(self._prepared[0])
 
     def _reset(self, reset: Callable[[], None]) -> None:
         """Goes on in the new default graph, where `clear_session` has reset it: TensorFlow keeps scopes in the graph.

@@ -20,9 +20,6 @@ what was received and what to do. One exception with many messages was rejected:
 the text to tell a wrong model from a wrong device.
 """
 
-import inspect
-import warnings
-
 __all__ = [
     "ArgumentError",
     "DeviceError",
@@ -82,14 +79,3 @@ class ScopeError(GPipeError, RuntimeError):
 
 class GPipeWarning(UserWarning):
     """A training works, but not as well as it could: what to change is in the message."""
-
-
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user's program that led here, past the frames of libraries."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level + 1)
-
-
-_LIBRARIES = "contextlib", "keras", "tensorflow", "tf_gpipe"

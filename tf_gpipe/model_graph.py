@@ -25,6 +25,7 @@ from keras import tree
 
 from tf_gpipe import compat
 from tf_gpipe.errors import ModelError
+from tf_gpipe.messages import listed
 from tf_gpipe.values import is_differentiable
 
 
@@ -453,7 +454,7 @@ def _refuse_values(model: keras.Model, call: Callable[..., Any], used: dict[int,
     Layers that are called with symbolic inputs take theirs in scopes of their own.
     """
     if used:
-        paths = ", ".join(f"'{v.path}'" for v in list(used.values())[:3]) + (", …" if len(used) > 3 else "")
+        paths = listed(v.path for v in used.values())
         raise ModelError(
             f"Expected the `call` of a subclassed model to use variables through layers, or together with tensors that "
             f"follow from its inputs, since it is followed once. Received: '{model.name}' ({type(model).__name__}), "

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import compat
-from tf_gpipe.errors import warn
+from tf_gpipe.messages import listed, warn
 from tf_gpipe.plan import Plan
 
 placed: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
@@ -75,10 +75,10 @@ def is_placed(model: keras.Model) -> bool:
 
 def tell_of_waiting(model: keras.Model, waiting: Sequence[keras.Variable]) -> None:
     """Warns that variables of a model are not where their stages are."""
-    listed = ", ".join(f"'{v.path}'" for v in waiting[:3]) + (", …" if len(waiting) > 3 else "")
+    names = listed(v.path for v in waiting)
     warn(
         f"Variables of '{model.name}' stay on {compat.raw_variable(waiting[0]).device} for now, since a step, a tape "
-        f"or a `tf.data` pipeline used them before they were placed: {listed}. Results are the same, but stages fetch "
+        f"or a `tf.data` pipeline used them before they were placed: {names}. Results are the same, but stages fetch "
         f"them at each step. To have them on their stages' devices, call `strategy.place` with '{model.name}', and "
         "with inputs if it is a subclassed model, before anything uses it."
     )

@@ -110,13 +110,8 @@ def adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> No
     """
     for part in compat.flatten_layers(model):
         if isinstance(part, keras.Model):
-            for value in list(vars(part).values()):
-                held = (
-                    value.values()
-                    if isinstance(value, dict)
-                    else value
-                    if isinstance(value, (list, tuple))
-                    else [value]
-                )
-                for optimizer in [one for one in held if isinstance(one, keras.Optimizer)]:
-                    compat.adopt_optimizer(optimizer, strategy)
+            values = _held_by(part)
+            inside = [one for value in values if isinstance(value, dict | list | tuple) for one in _held_by(value)]
+            for value in (*values, *inside):
+                if isinstance(value, keras.Optimizer):
+                    compat.adopt_optimizer(value, strategy)

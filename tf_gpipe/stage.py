@@ -181,8 +181,7 @@ class Stage:
         try:
             function = self._concrete(signature, any_rows, input_specs(kind, forward.given), called=True)
         except Exception as error:  # the code of layers, which may count on the number of rows in any way
-            first_line = (str(error).strip() or "no message").splitlines()[0]
-            return Dependence.unknown(forward, f"{type(error).__name__}: {first_line}")
+            return Dependence.unknown(forward, compat.one_line(error))
         if not _is_complete(bodies[-1], forward.given):
             return Dependence.unknown(forward, "other variables are used where the number of rows is not known")
         return Dependence.of(kind, Forward.of(function, forward.given, bodies[-1]))

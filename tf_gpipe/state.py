@@ -31,7 +31,8 @@ import tensorflow as tf
 from keras import tree
 
 from tf_gpipe import compat
-from tf_gpipe.errors import ModelError, warn
+from tf_gpipe.errors import ModelError
+from tf_gpipe.messages import listed, warn
 from tf_gpipe.micro_batch import Rows
 
 
@@ -87,8 +88,7 @@ def warn_of_state_moved_by_data(
         num_micro_batches: M.
         reasons: why it could not be told whether state depends on the data, where that is so.
     """
-    names = ", ".join(f"'{v.path}'" for v in variables[:3]) + (", …" if len(variables) > 3 else "")
-    known = "follows from the data"
+    names, known = listed(v.path for v in variables), "follows from the data"
     if reasons:
         known += f", or cannot be told not to ({'; '.join(reasons)})"
     warn(

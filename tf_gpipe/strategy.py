@@ -24,7 +24,8 @@ from tf_gpipe import compat, model_graph, placement, preparation, threads, traci
 from tf_gpipe.advice import Advice
 from tf_gpipe.devices import must_compile, stage_devices
 from tf_gpipe.distribution import Extended, Scope, refuse_xla
-from tf_gpipe.errors import ArgumentError, GPipeError, ModelError, warn
+from tf_gpipe.errors import ArgumentError, GPipeError, ModelError
+from tf_gpipe.messages import warn
 from tf_gpipe.partition import counts_or_names
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.plan import Partition, Plan, follow, follow_variables, make_plan, up_to_date
@@ -111,6 +112,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         self._compiled_devices: dict[str, Callable[[str], None]] = {}
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models that do not run in stages, once each
         self._waiting: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models with variables not in their stages
+        self._parts_placed: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()  # by compilation
         self._told_of_state: weakref.WeakSet[keras.Layer] = weakref.WeakSet()  # layers whose state the data move
         self._advice: weakref.WeakKeyDictionary[keras.Model, Advice] = weakref.WeakKeyDictionary()
         super().__init__(Extended(self, self._devices[-1]))
@@ -147,7 +149,7 @@ class GPipeStrategy(tf.distribute.Strategy):
         return Scope(self, super().scope)
 
     def _place_prepared(self, model: keras.Model, batch: Any) -> None:
-        """Places a model, and models that it holds, as far as they can be planned before anything is traced."""
+        """Places a model as far as it can be planned before anything is traced."""
         _check_compiled(model)
         preparation.renew_if_compiled(model)
         self._place_waiting()
@@ -160,12 +162,23 @@ class GPipeStrategy(tf.distribute.Strategy):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(ModelError):  # raised again where the model is called, if it is
                 self._pipeline(model, x, training=True)
+        placement.place_slots(model)  # those made since the variables were placed
+
+    def _place_parts(self, model: keras.Model) -> None:
+        """Places the models that a model holds, for what Keras is about to trace.
+
+        One step at a time, as by `train_on_batch`, begins with nothing to trace: then once after each `compile`.
+        """
+        compilation = compat.compilation_of(model)
+        name, _ = compat.entered_by() or ("", None)
+        if name.endswith("_on_batch") and self._parts_placed.get(model, self) is compilation:
+            return
+        self._parts_placed[model] = compilation
         for part in preparation.models_inside(model):
             is_ready = compat.graph_of(part) is not None and preparation.is_built(part)
             if is_ready and compat.strategy_of(part) is self and not placement.is_placed(part):
-                with contextlib.suppress(GPipeError):  # likewise
+                with contextlib.suppress(GPipeError):  # raised again where the model is called, if it is
                     self._pipeline(part, None, training=True)
-        placement.place_slots(model)  # those made since the variables were placed
 
     def _place_waiting(self) -> None:
         """Moves what could not be moved when its model was first called, and traces the stages anew for it."""
@@ -375,9 +388,9 @@ class GPipeStrategy(tf.distribute.Strategy):
         if model not in self._advice:
             self._advice[model] = Advice(model.name, self._num_micro_batches, chosen=self._partition != "flops")
         pooled = [layer for stage in pipeline.stages for layer in stage.pooled]
-        again = recomputed_share(self._remat, self._num_micro_batches)
-        anew = functools.partial(make_plan, pipeline.plan.graph, self._devices, self._partition, again)
-        self._advice[model].give(pipeline.plan, anew, known or compat.rows_of_first_batch(model), pooled)
+        plan = pipeline.plan
+        anew = functools.partial(make_plan, plan.graph, self._devices, self._partition, plan.recomputed)
+        self._advice[model].give(plan, anew, known or compat.rows_of_first_batch(model), pooled)
 
     # In a `tf.function` of the user's, AutoGraph would rewrite the library's code.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
