@@ -10,7 +10,7 @@ from helpers import assert_same, largest_difference, normal, scope_of, train
 from keras import ops
 
 import tf_gpipe
-from tf_gpipe import dependence
+from tf_gpipe import traced_graph
 
 L = keras.layers
 REMATS = ["always", "except_last", "never"]
@@ -132,19 +132,22 @@ def test_an_annealed_loss():
     assert largest_difference(plain, train(model_of(constant), (X, Y), batch_size=8, epochs=1)[0]) > 1e-4
 
 
-@pytest.mark.parametrize("condition", ["where", "cond", "while"])
+@pytest.mark.parametrize("condition", ["where", "cond", "cond with data", "while"])
 def test_a_counter_that_depends_on_itself(condition):
     def move(layer, x):
         if condition == "where":
             layer.n.assign(ops.where(layer.n < 3, layer.n + 1, layer.n))
         elif condition == "cond":
             layer.n.assign(ops.cond(layer.n < 3, lambda: layer.n + 1, lambda: layer.n + 0))
+        elif condition == "cond with data":
+            n, x = ops.cond(layer.n < 3, lambda: (layer.n + 1, x * 2.0), lambda: (layer.n + 0, x))
+            layer.n.assign(n)
         else:
             layer.n.assign(ops.while_loop(lambda n, _: n < 3, lambda n, x: (n + 3, x * 2.0), (layer.n + 1, x))[0])
         return x * (1.0 + ops.cast(layer.n, "float32"))
 
     _, piped = assert_same_as_plain(model_of(move), tf_gpipe.GPipeStrategy(2, 4))
-    assert int(piped.get_layer("state_0").n) == {"where": 3, "cond": 3, "while": 7}[condition]
+    assert int(piped.get_layer("state_0").n) == 7 if condition == "while" else 3
 
 
 def test_a_counter_inside_a_branch_and_a_function_that_see_the_data():
@@ -587,6 +590,46 @@ def test_a_layer_that_cannot_do_without_the_number_of_rows():
     assert int(models[0].get_layer("state_0").n) == 16
 
 
+def in_python(layer, x):
+    layer.rows.assign_add(x.shape[0] or 0)
+    layer.n.assign_add(1)
+    return x
+
+
+def in_a_condition(layer, x):
+    added = ops.cond(layer.n >= 0, lambda: x.shape[0] or 0, lambda: 0)
+    layer.rows.assign_add(added)
+    layer.n.assign_add(1)
+    return x
+
+
+def in_a_loop(layer, x):
+    turns = tf.while_loop(lambda i, _: i < 3, lambda i, total: (i + 1, total + (x.shape[0] or 0)), (0, 0))
+    layer.rows.assign_add(turns[1] // 3)
+    layer.n.assign_add(1)
+    return x
+
+
+def in_a_choice(layer, x):
+    if x.shape[0] is not None:
+        layer.rows.assign_add(tf.size(tf.zeros([x.shape[0], 3])) // 3)
+    layer.n.assign_add(1)
+    return x
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("move", [in_python, in_a_condition, in_a_loop, in_a_choice])
+def test_a_number_of_rows_that_python_looks_at(move, remat):
+    """It is a constant in the graph, and so made of nothing; a trace for any number of rows has another there."""
+    data = (row_sets(32, 8, static=True),)
+    with pytest.warns(UserWarning, match="state_0.*rows.*micro-batches"):
+        _, piped = assert_same_as_plain(
+            model_of(move, counter), tf_gpipe.GPipeStrategy(2, 4, remat=remat), data, batch_size=None
+        )
+    assert int(piped.get_layer("state_0").rows) == 32
+    assert int(piped.get_layer("state_1").n) == 4
+
+
 def test_batch_norm_with_renorm_warns():
     def make():
         norm = L.BatchNormalization(renorm=True, name="norm")
@@ -609,7 +652,7 @@ def test_seeds_batch_norm_and_kernels_that_are_normalised_say_nothing():
 
 def arguments_of(function, *specs):
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
-    graph = dependence._Graph(concrete.graph)
+    graph = traced_graph.TracedGraph(concrete.graph)
     return [graph.arguments_of(tensor) for tensor in concrete.graph.outputs]
 
 
@@ -629,7 +672,7 @@ A, B = tf.TensorSpec([], tf.float32), tf.TensorSpec([None], tf.float32)
         (lambda a, b: tf.while_loop(lambda i, x: x[0] < 3, lambda i, x: (i + 1, x * 2), [a, b]), [{0, 1}, {1}]),
         (lambda a, b: tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + x[0], x * 2), [a, b]), [{0, 1}, {0, 1}]),
         (lambda a, b: tf.function(lambda x, y: (y, x + 1.0))(a, b), [{1}, {0}]),
-        (lambda a, b: tf.numpy_function(lambda x: x, [a], tf.float32), [{0, dependence.HIDDEN}]),
+        (lambda a, b: tf.numpy_function(lambda x: x, [a], tf.float32), [{0, traced_graph.HIDDEN}]),
         (lambda a, b: tf.random.stateless_uniform([], tf.cast([a, a], tf.int32)), [{0}]),
     ],
 )
@@ -639,7 +682,7 @@ def test_what_results_depend_on(function, expected):
 
 def test_a_function_that_is_not_known_hides_everything():
     graph = tf.function(lambda: tf.constant(1)).get_concrete_function().graph
-    assert dependence._Graph(graph)._through("no_such_function", 0, range(2)) == {0, 1, dependence.HIDDEN}
+    assert traced_graph.TracedGraph(graph)._through("no_such_function", 0, range(2)) == {0, 1, traced_graph.HIDDEN}
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])

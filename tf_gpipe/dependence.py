@@ -6,36 +6,21 @@ made of. Results of all stages together tell which state follows from the model'
     inputs ──▶ stage 0 ──boundary tensors──▶ stage 1 ──▶ a running centre: moved by the data
     a counter, a decay ──▶ the same, later: not moved by the data
 
-Only inputs of operations count. TensorFlow also lets each result of a function wait for every operation with effects,
-an assertion about the data, say, but nothing passes through such an edge except by a resource. Stages assign no
-variable; whatever else keeps something between operations counts as the data.
-
 A row count that is known when a stage is traced is a constant in its graph. So where state seems to be independent, the
-stage is traced once more for an unknown number of rows.
+stage is traced once more for an unknown number of rows. Python may have looked at that number (`x.shape[0] or 0`): what
+the two graphs make in different ways counts as made of the data.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from tf_gpipe import compat
 from tf_gpipe.model_graph import Ref, TensorSpec
 from tf_gpipe.stage_functions import Forward, Signature
+from tf_gpipe.traced_graph import HIDDEN, TracedGraph, Ways
 from tf_gpipe.values import Kind, components, kind_of_shape
-
-HIDDEN = -1
-"""Stands among the positions of arguments for what a graph does not show."""
-
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
-_LOOPS = {"While", "StatelessWhile"}
-# Operations that TensorFlow calls stateful, though their results follow from their inputs while no variable changes.
-_READS = re.compile("ReadVariableOp|ResourceGather(Nd)?|VariableShape|StatelessRandom.*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +65,7 @@ class Dependence:
             for _ in components([kind])
         ]
         arguments += [id(v) for v in forward.given.variables]
-        graph = _Graph(forward.graph)
+        graph = TracedGraph(forward.graph)
         results = list(forward.graph.outputs)
 
         def take(count: int) -> Sources:
@@ -97,6 +82,28 @@ class Dependence:
         ]
         states = {id(v): take(1) for v in forward.given.states}
         return cls(states, dict(zip(forward.outputs, both, strict=True)))
+
+    def where_alike(self, one: Forward, other: Forward) -> Dependence:
+        """The same, where two traces of the function make a result alike; what they do not is of unknown sources."""
+        numbers: dict[Any, int] = {}
+        ways = []
+        for forward in (one, other):
+            kinds = [
+                *zip(forward.outputs, forward.values, strict=True),
+                *zip(forward.outputs, forward.masks, strict=True),
+            ]
+            names: list[Any] = [ref for ref, kind in kinds for _ in components([kind])]
+            names += map(id, forward.given.states)
+            graph = Ways(TracedGraph(forward.graph), numbers)
+            ways.append({(name, at, graph.of(forward.graph.outputs[at])) for at, name in enumerate(names)})
+        unknown = {name for name, _, _ in ways[0] ^ ways[1]}
+
+        def checked(known: dict[Any, Sources]) -> dict[Any, Sources]:
+            return {
+                name: _UNKNOWN if name in unknown and not sources.refs else sources for name, sources in known.items()
+            }
+
+        return Dependence(checked(self.states), checked(self.outputs), self.reason)
 
     @classmethod
     def unknown(cls, forward: Forward, reason: str) -> Dependence:
@@ -183,74 +190,3 @@ def of_any_rows(signature: Signature, specs: dict[Ref, TensorSpec]) -> Signature
 
     values, masks = (tuple(map(loosened, signature.inputs, kinds)) for kinds in (signature.values, signature.masks))
     return dataclasses.replace(signature, values=values, masks=masks)
-
-
-class _Graph:
-    """Finds the arguments of a traced function, by position, that tensors in it follow from."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._positions = {tensor.name: at for at, tensor in enumerate(graph.inputs)}
-        self._inside: dict[str, list[frozenset[int]] | None] = {}
-
-    def arguments_of(self, tensor: tf.Tensor) -> frozenset[int]:
-        """Positions of the arguments that a tensor follows from, captured ones among them; perhaps `HIDDEN`."""
-        found: set[int] = set()
-        seen: set[str] = set()
-        waiting = [tensor]
-        while waiting:
-            next_tensor = waiting.pop()
-            name = next_tensor.name
-            if name in seen:
-                continue
-            seen.add(name)
-            if name in self._positions:
-                found.add(self._positions[name])
-                continue
-            positions = self._inputs_of(next_tensor)
-            if HIDDEN in positions:
-                found.add(HIDDEN)
-            waiting += [next_tensor.op.inputs[at] for at in positions if at != HIDDEN]
-        return frozenset(found)
-
-    def _inputs_of(self, tensor: tf.Tensor) -> Iterable[int]:
-        """Positions of the inputs of a tensor's operation that it follows from."""
-        op, index = tensor.op, tensor.value_index
-        every = range(len(op.inputs))
-        if op.type == "IdentityN":
-            return [index]
-        if op.type in _CALLS:
-            return self._through(op.get_attr("f").name, index, every)
-        if op.type in _BRANCHES:
-            names = ("then_branch", "else_branch") if op.type.endswith("If") else ("branches",)
-            attributes = [op.get_attr(name) for name in names]
-            branches = attributes[0] if names == ("branches",) else attributes
-            return {0}.union(*(_shifted(self._through(branch.name, index, every[:-1])) for branch in branches))
-        if op.type in _LOOPS:
-            return self._through_loop(op, index, every)
-        hidden = op.type == "Placeholder" or (op.op_def.is_stateful and not _READS.fullmatch(op.type))
-        return [*every, HIDDEN] if hidden else every
-
-    def _through(self, name: str, index: int, every: Iterable[int]) -> frozenset[int]:
-        """Positions of a function's arguments, which are `every`, that one of its results follows from."""
-        if name not in self._inside:
-            graph = compat.function_graph(self._graph, name)
-            self._inside[name] = None if graph is None else [*map(_Graph(graph).arguments_of, graph.outputs)]
-        known = self._inside[name]
-        return frozenset({*every, HIDDEN}) if known is None else known[index]
-
-    def _through_loop(self, op: tf.Operation, index: int, every: Iterable[int]) -> set[int]:
-        """Positions of what a loop begins with that one of its results follows from, after however many turns."""
-        found = {index, *self._through(op.get_attr("cond").name, 0, every)}
-        waiting = list(found)
-        while waiting:
-            at = waiting.pop()
-            new = self._through(op.get_attr("body").name, at, every) - found if at != HIDDEN else frozenset()
-            found |= new
-            waiting += new
-        return found
-
-
-def _shifted(positions: Iterable[int]) -> set[int]:
-    """Positions among a branch's arguments as those among the inputs of its operation, the first of which chooses."""
-    return {at if at == HIDDEN else at + 1 for at in positions}

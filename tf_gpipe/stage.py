@@ -184,7 +184,8 @@ class Stage:
             return Dependence.unknown(forward, compat.one_line(error))
         if not _is_complete(bodies[-1], forward.given):
             return Dependence.unknown(forward, "other variables are used where the number of rows is not known")
-        return Dependence.of(kind, Forward.of(function, forward.given, bodies[-1]))
+        traced = Forward.of(function, forward.given, bodies[-1])
+        return Dependence.of(kind, traced).where_alike(forward, traced)
 
     def _trace_complete(
         self, signature: Signature, trace: Callable[[Given], tuple[Any, Body]]
