@@ -26,7 +26,8 @@ class TimelineCallback(keras.callbacks.Callback):
     chrome://tracing and `Timeline.load` read, and scalars for TensorBoard: `gpipe/compute`, `gpipe/recompute`,
     `gpipe/transfer`, `gpipe/bubble`, `gpipe/imbalance` and `gpipe/other`, shares of the time of all devices that add up
     to 1, `gpipe/step_seconds`, and `gpipe/stage_0/busy` for each stage, the share of the step in which it computes.
-    Without the package `tensorboard` there are no scalars, and a warning says so.
+    Without the package `tensorboard` there are no scalars, and a warning says so. Where steps are none that a timeline
+    can show (see `GPipeStrategy.trace`), a warning says why, and the training goes on.
 
     All steps of the training take their times inside the graph, see `tracing.py`; only every n-th is read. That costs
     about 10 µs a task: 2 % of a step of 28 ms (8 Dense(256) layers, 2,048 rows, K = 4, M = 8), 28 % of one of 1.7 ms
@@ -37,8 +38,8 @@ class TimelineCallback(keras.callbacks.Callback):
         every: steps from one measured step to the next, at least 1. Step 1 is never measured, since it is start-up.
 
     Raises:
-        ValueError: `every` is below 1; during `fit`, the model is not one of a `GPipeStrategy`'s scope, or its training
-            step is one that `GPipeStrategy.trace` refuses.
+        ValueError: `every` is below 1; during `fit`, the model is not one of a `GPipeStrategy`'s scope, or runs
+            eagerly.
 
     Example:
         >>> with tf_gpipe.GPipeStrategy(num_stages=2, num_micro_batches=2).scope():
@@ -92,31 +93,36 @@ class TimelineCallback(keras.callbacks.Callback):
         before, self._step = self._step, self._step + self.model.steps_per_execution
         if self._tracer is None:
             return
-        self._tracer.check()
-        if before and before // self.every != self._step // self.every:
-            self._measured += 1
-            try:
-                timeline = self._tracer.timeline()
-            except ScheduleError as error:  # the clock was set meanwhile, which is no reason to stop a training
-                warnings.warn(f"TimelineCallback: step {self._step} was left out. {error}", stacklevel=2)
-            else:
-                self._write(timeline)
+        try:
+            self._tracer.check()
+            if before and before // self.every != self._step // self.every:
+                self._measured += 1
+                self._write(self._tracer.timeline())
+        except ScheduleError as error:  # the clock was set meanwhile
+            warnings.warn(f"TimelineCallback: step {self._step} was left out. {error}", stacklevel=2)
+        except ModelError as error:
+            warnings.warn(f"TimelineCallback measures nothing in this training. {error}", stacklevel=2)
+            self._stop()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Goes back to a training step without times."""
         if self._strategy is not None:
-            tracing.stop_tracing(self._strategy, self._tracer)
             self.model.train_function = self._function
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            if not self._measured:
+            if self._tracer is not None and not self._measured:
                 warnings.warn(
                     f"TimelineCallback measured nothing: training took {self._step} steps, and one in {self.every} is "
                     "measured. Pass a smaller `every`.",
                     stacklevel=2,
                 )
-            self._strategy = self._tracer = None
+            self._stop()
+            self._strategy = None
+
+    def _stop(self) -> None:
+        if self._strategy is not None and self._tracer is not None:
+            tracing.stop_tracing(self._strategy, self._tracer)
+        if self._writer is not None:
+            self._writer.close()
+        self._tracer = self._writer = None
 
     def _write(self, timeline: Timeline) -> None:
         timeline.save(self.directory / f"step_{self._step:06d}.json")
