@@ -1,6 +1,7 @@
 # make env     the environment in .venv (made once; again when setup.py changes)
 # make demo    trains AmoebaNet on digits, in a pipeline on logical devices
 # make test    lint, types and tests
+# make soak    the tests that take long: more random models, whole grids, benchmarks, memory
 # make format  puts the sources into the form that lint expects
 # make clean   removes what the others made
 #
@@ -17,8 +18,11 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 comma := ,
 EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))examples,dev
 
+# Two processes, each with whole files, so that what a file's tests share is made once; see tests/conftest.py.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := test
-.PHONY: env demo test lint format clean
+.PHONY: env demo test soak lint format clean
 
 env: $(STAMP)
 
@@ -33,7 +37,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/digits_amoebanet.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest $(TWO) -q
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest $(TWO) -q -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,13 @@
 """What several test modules share: training the same model plainly and under the strategy, and comparing."""
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_gpipe
@@ -80,3 +82,15 @@ def use_floats(name: str) -> None:
     """Makes a dtype Keras's default, for layers too: it forms their policy of the default once, for the first layer."""
     keras.config.set_floatx(name)
     keras.config.set_dtype_policy(name)
+
+
+def pairs(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations, for `parametrize`; enough of them to hold each pair of values are short, the others `soak`."""
+    cases = list(itertools.product(*axes))
+    of = {case: {*itertools.combinations(enumerate(case), 2)} for case in cases}
+    missing, short = set().union(*of.values()), set()
+    while missing:
+        best = max(cases, key=lambda case: len(of[case] & missing))
+        missing -= of[best]
+        short.add(best)
+    return [pytest.param(*case, marks=[] if case in short else [pytest.mark.soak]) for case in cases]

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, largest_difference, normal, scope_of, train
+from helpers import assert_same, largest_difference, normal, pairs, scope_of, train
 
 import tf_gpipe
 
@@ -149,9 +149,7 @@ def train_under(strategy, name, rows, batch_size):
     return train(MODELS[name][0], data_for(name, rows), strategy, batch_size=batch_size, epochs=1)[0]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "num_stages", "num_micro_batches"), pairs(MODELS, [1, 2, 3], [1, 2, 3, 5]))
 def test_weights_and_averages_follow_the_reference(name, num_stages, num_micro_batches):
     # 14 rows: micro-batches of 5, 5, 4 and 3, 3, 3, 3, 2 rows.
     strategy = tf_gpipe.GPipeStrategy(num_stages, num_micro_batches)

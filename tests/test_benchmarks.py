@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "examples" / "benchmarks" / "run.py"
 PAGE = ROOT / "docs" / "benchmarks.md"
+SHORT = "startup", "input_pipeline", "tasks"
 NAMES = re.findall(r"<!-- (\w+) -->", PAGE.read_text())
 
 
@@ -51,7 +52,9 @@ def figures(docs: Path, name: str) -> dict:
     return json.loads((docs / "benchmarks.json").read_text())[name]["rows"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
+)
 def test_runs_and_writes(name, written):
     if name == "growth":
         pytest.importorskip("matplotlib")

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import inspect
 import threading
 from pathlib import Path
@@ -1016,11 +1017,13 @@ def test_a_free_variable_may_be_made_in_every_trace():
 # --- only compat.py uses private names ---
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def names_of_the_package() -> set[str]:
+@functools.cache
+def names_of_the_package() -> frozenset[str]:
     """Every private name that some class or module of the package defines itself."""
     found = set()
     for path in MODULES:
@@ -1031,7 +1034,7 @@ def names_of_the_package() -> set[str]:
                 found.add(node.attr)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
-    return found
+    return frozenset(found)
 
 
 def is_self(node: ast.expr) -> bool:

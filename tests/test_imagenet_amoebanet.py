@@ -342,6 +342,7 @@ def test_an_output_that_does_not_say_how_its_model_was_made_goes_on(trained, dat
     assert capsys.readouterr().out.splitlines()[-1] == trained[1].splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_mixed_precision_and_xla(digits, tmp_path):
     flags = "--image-size 20 --crop full --evaluation-crop 1 --no-flip --no-colour --warm-up-epochs 0 --epochs 2"
     flags += " --learning-rate 0.01 --batch-size 51 --micro-batches 3"  # without a rest: XLA compiles for each size

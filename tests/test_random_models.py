@@ -1,10 +1,10 @@
 """Random models, trained in random ways: what stages give is what plain Keras gives.
 
 Every draw is a `Recipe` (see `random_models.py`), which is printed where a draw fails, made as small as Hypothesis can:
-`check(Recipe(...))` repeats it. By default a few dozen draws are made, always the same. Two environment variables ask
-for more, and for others:
+`check(Recipe(...))` repeats it. `make test` makes a dozen draws, always the same, and `make soak` 200. Two environment
+variables ask for more, and for others:
 
-    GPIPE_DRAWS=1000 GPIPE_SEED=1 python -m pytest tests/test_random_models.py
+    GPIPE_DRAWS=1000 GPIPE_SEED=1 python -m pytest -m soak tests/test_random_models.py
 
 Everything is float64, since nothing but rounding may differ: micro-batches and stages only change the order in which
 gradients are summed. That leaves relative differences of some 1e-15 in a gradient. Adam's epsilon of 1e-7 multiplies
@@ -29,9 +29,10 @@ import tf_gpipe
 
 TOLERANCE = 1e-9
 VALIDATION_ROWS = 3
-DRAWS = int(os.environ.get("GPIPE_DRAWS", "36"))
+DRAWS = int(os.environ.get("GPIPE_DRAWS", "200"))
 SEED = int(os.environ.get("GPIPE_SEED", "0"))
-PARTS = 4  # tests, so that several processes share the draws
+SHORT, PARTS = 12, 4
+LONG = [pytest.param(range(i, DRAWS, PARTS), marks=pytest.mark.soak) for i in range(SHORT, SHORT + PARTS)]
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +112,12 @@ def check(recipe: Recipe) -> None:
 
 # Of Keras, for a layer that ends a mask, and for an output that is drawn as a probability and its loss for logits.
 @pytest.mark.filterwarnings("ignore:.*does not support masking", "ignore:.*received `from_logits=True`")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_models(part: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("draws", [range(i, SHORT, PARTS) for i in range(PARTS)] + LONG)
+def test_random_models(draws: range, tmp_path: Path) -> None:
     # Hypothesis keeps notes about the tested code in a folder, even without a database of examples.
     hypothesis.configuration.set_hypothesis_home_dir(tmp_path)
 
-    for draw in range(part, DRAWS, PARTS):
+    for draw in draws:
         # One example for each seed: Hypothesis would go on with variations of what it has just drawn.
         @hypothesis.seed(1_000_000 * SEED + draw)
         @settings(

@@ -1,5 +1,6 @@
 """Rematerialisation is real: what is recomputed is counted, and the memory that it saves is measured."""
 
+import functools
 import json
 import os
 import pathlib
@@ -74,32 +75,30 @@ def test_evaluation_recomputes_nothing():
     assert RUNS == {"first": 4, "second": 4}
 
 
-@pytest.fixture(scope="module")
-def activation_bytes() -> dict[str, int]:
-    """Peak of each mode above what weights and code take, each in a process of its own."""
-    script = pathlib.Path(__file__).with_name("measure_memory.py")
-    measured, environment = {}, {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
-    for mode in ("plain", "always", "except_last", "never"):
-        command = [sys.executable, script, mode]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert run.returncode == 0, run.stderr[-2000:]
-        measured[mode] = json.loads(run.stdout.splitlines()[-1])["activation_bytes"]
-    return measured
+@functools.cache
+def activation_bytes(mode: str) -> int:
+    """Peak above what weights and code take, in a process of its own."""
+    command = [sys.executable, pathlib.Path(__file__).with_name("measure_memory.py"), mode]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])["activation_bytes"]
 
 
-def test_plain_keras_needs_six_times_the_activation_memory(activation_bytes):
-    assert activation_bytes["plain"] >= 6 * activation_bytes["always"], activation_bytes
+def test_plain_keras_needs_six_times_the_activation_memory():
+    assert activation_bytes("plain") >= 6 * activation_bytes("always")
 
 
-def test_keeping_the_last_micro_batch_costs_little(activation_bytes):
+@pytest.mark.soak
+def test_keeping_the_last_micro_batch_costs_little():
     """One micro-batch's activations, where all sixteen would be plain Keras's."""
-    limit = activation_bytes["always"] + activation_bytes["plain"] / 8
-    assert activation_bytes["except_last"] <= limit, activation_bytes
+    assert activation_bytes("except_last") <= activation_bytes("always") + activation_bytes("plain") / 8
 
 
-def test_keeping_everything_needs_no_more_than_plain_keras_and_the_boundary(activation_bytes):
+@pytest.mark.soak
+def test_keeping_everything_needs_no_more_than_plain_keras_and_the_boundary():
     boundary = 4 * 8192 * 512 * 4
-    assert activation_bytes["never"] <= activation_bytes["plain"] + boundary, activation_bytes
+    assert activation_bytes("never") <= activation_bytes("plain") + boundary
 
 
 class Traced(keras.layers.Dense):

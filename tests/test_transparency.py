@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same, assert_same_optimizer, largest_difference, normal, scope_of, train
+from helpers import assert_same, assert_same_optimizer, largest_difference, normal, pairs, scope_of, train
 
 import tf_gpipe
 
@@ -36,9 +36,7 @@ def plain(rows: int, batch_size: int = 16, epochs: int = 2):
     return train(small_model, regression(rows), batch_size=batch_size, epochs=epochs)
 
 
-@pytest.mark.parametrize("remat", REMAT_MODES)
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 8])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches", "remat"), pairs([1, 2, 3, 4], [1, 2, 5, 8], REMAT_MODES))
 def test_every_k_m_and_remat_mode_trains_as_plain_keras(num_stages, num_micro_batches, remat):
     # 71 rows in batches of 16: the last has 7, fewer than M = 8, and 5 micro-batches are never equally long.
     strategy = tf_gpipe.GPipeStrategy(num_stages, num_micro_batches, remat=remat)

@@ -925,22 +925,17 @@ class HandleUsers:
         self._functions: list[Function] = []
         self._concrete: list[ConcreteFunction] = []
         self._kept: set[int] = set()
-        users = (Function, ConcreteFunction, StructuredFunctionWrapper, tf.GradientTape)
-        kinds: dict[type, type | None] = {}  # asking each object for its class could run a lazy module's code
-        for found in _objects():
-            of = type(found)
-            if of not in kinds:
-                kinds[of] = next((kind for kind in users if issubclass(of, kind)), None)
-            kind = kinds[of]
-            if kind is Function:
+        for found in _objects_of(Function, ConcreteFunction, StructuredFunctionWrapper, tf.GradientTape):
+            if isinstance(found, Function):
                 self._functions.append(found)
-            elif kind is ConcreteFunction and wanted.keys() & _captured_by(found):
-                self._concrete.append(found)
-            elif kind is tf.GradientTape:
+            elif isinstance(found, ConcreteFunction):
+                if wanted.keys() & _captured_by(found):
+                    self._concrete.append(found)
+            elif isinstance(found, tf.GradientTape):
                 # One that is closed may still be asked for gradients of what it watched.
                 watched = found.watched_variables() if found._tape is not None else ()
                 self._kept |= wanted.keys() & {id(v.handle) for v in watched}
-            elif kind is StructuredFunctionWrapper:
+            else:
                 self._kept |= wanted.keys() & _captured_by(vars(found).get("_function"))
         graph = tf.compat.v1.get_default_graph()
         while graph is not None:  # what is being traced, from the inside out
@@ -973,15 +968,27 @@ class HandleUsers:
             traced._captured_inputs = known
 
 
-def _objects() -> list[Any]:
-    """All objects that the garbage collector knows; it tells of frozen ones only once they are not."""
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.unfreeze()
+def _objects_of(*kinds: type) -> list[Any]:
+    """All objects of some classes that the garbage collector knows; it tells of frozen ones only once they are not.
+
+    There may be millions of others, so that no line of Python runs for each: asking an object for its class by
+    `isinstance` could run a lazy module's code, too.
+    """
+    classes: dict[int, type] = {}  # by identity: a class may have an equality of its own
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        classes[id(kind)] = kind
+        waiting += type.__subclasses__(kind)
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
     try:
-        return gc.get_objects()
+        every = gc.get_objects()
     finally:
-        gc.freeze()
+        if frozen:
+            gc.freeze()
+    return list(itertools.compress(every, map(classes.__contains__, map(id, map(type, every)))))
 
 
 def _captured_by(function: Any) -> set[int]:
