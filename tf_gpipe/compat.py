@@ -21,6 +21,7 @@ below exists in the installed versions, so that an upgrade that moves one fails 
 | `forwardprop_util` | whether forward-mode differentiation is under way |
 | `TensorFlowTrainer` | which method of Keras enters a scope, or trains, and how much it is to print: no hook tells |
 | `EpochIterator.data_adapter`, `Dataset._batch_size` | how many rows a batch has: the graph of a step may not know |
+| `GeneratorDataAdapter` | the same, of batches of a generator that Keras has looked at |
 | `_default_graph_stack` | `clear_session` resets the default graph, and with it forgets the scope that is open |
 | `control_flow_util` | whether a `tf.function(jit_compile=True)` of the user's is being traced |
 | `record_operation`, `stop_recording` | `tf.custom_gradient` reads every weight onto one device in graph mode |
@@ -73,6 +74,7 @@ from keras.src.layers.layer import CallContext, Layer
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.ops.node import Node
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
@@ -537,6 +539,10 @@ def rows_of_first_batch(model: keras.Model) -> int | None:
     for names in methods_under_way()[:1]:
         if names.get("self") is model and "epoch_iterator" in names:
             adapter = names["epoch_iterator"].data_adapter
+            adapter = adapter._adapter if isinstance(adapter, _QuietAdapter) else adapter
+            if isinstance(adapter, GeneratorDataAdapter):
+                shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(adapter._first_batches[0])]
+                return next((int(shape[0]) for shape in shapes if shape), None)
             with tf.init_scope(), contextlib.suppress(NotImplementedError):  # a step may be traced; of a generator's
                 if adapter.has_partial_batch and adapter.num_batches == 1:
                     return adapter.partial_batch_size
