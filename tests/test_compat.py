@@ -473,7 +473,7 @@ def batched(size):
         ({"x": batched(8)}, 8),
         ({"x": batched(8).map(doubled, num_parallel_calls=2).cache().repeat(2).prefetch(1)}, 8),
         ({"x": batched(8).unbatch().batch(5, drop_remainder=True)}, 5),
-        ({"x": ((np.ones([8, 4]), np.ones([8, 1])) for _ in range(3))}, None),
+        ({"x": ((np.ones([8, 4]), np.ones([8, 1])) for _ in range(3))}, 8),
     ],
     ids=["arrays", "few rows", "default", "dataset", "dataset with more", "batched again", "generator"],
 )
