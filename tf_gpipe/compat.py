@@ -542,7 +542,7 @@ def rows_of_first_batch(model: keras.Model) -> int | None:
             adapter = adapter._adapter if isinstance(adapter, _QuietAdapter) else adapter
             if isinstance(adapter, GeneratorDataAdapter):
                 shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(adapter._first_batches[0])]
-                return next((int(shape[0]) for shape in shapes if shape), None)
+                return next((int(s[0]) for s in shapes if s is not None and len(s) and s[0] is not None), None)
             with tf.init_scope(), contextlib.suppress(NotImplementedError):  # a step may be traced; of a generator's
                 if adapter.has_partial_batch and adapter.num_batches == 1:
                     return adapter.partial_batch_size
