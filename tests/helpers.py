@@ -84,6 +84,11 @@ def use_floats(name: str) -> None:
     keras.config.set_dtype_policy(name)
 
 
+def soaked(*case: Any) -> Any:
+    """A case for `parametrize` that takes long: `make soak` runs it."""
+    return pytest.param(*case, marks=pytest.mark.soak)
+
+
 def pairs(*axes: Iterable[Any]) -> list[Any]:
     """All combinations, for `parametrize`; enough of them to hold each pair of values are short, the others `soak`."""
     cases = list(itertools.product(*axes))
@@ -93,4 +98,4 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
         best = max(cases, key=lambda case: len(of[case] & missing))
         missing -= of[best]
         short.add(best)
-    return [pytest.param(*case, marks=[] if case in short else [pytest.mark.soak]) for case in cases]
+    return [case if case in short else soaked(*case) for case in cases]

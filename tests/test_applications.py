@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from compare_applications import BAR, Data, by_fit, by_micro_batches, differences, run
-from helpers import assert_same, train, use_floats
+from helpers import assert_same, soaked, train, use_floats
 from keras.src.applications import convnext
 
 import tf_gpipe
@@ -75,9 +75,7 @@ def assert_in_stages(strategy: tf_gpipe.GPipeStrategy, model: keras.Model) -> No
         assert {v.value.device for v in stage.variables} == {stage.device}
 
 
-@pytest.mark.parametrize(
-    "make", [mobile_net, *(pytest.param(m, marks=pytest.mark.soak) for m in (mobile_net_v3, conv_next))]
-)
+@pytest.mark.parametrize("make", [mobile_net, soaked(mobile_net_v3), soaked(conv_next)])
 def test_an_application_trains_as_in_plain_keras(make: Any) -> None:
     strategy = tf_gpipe.GPipeStrategy(STAGES, 2 if make is conv_next else 1)
     plain, piped = trained(make, None), trained(make, strategy)
@@ -92,9 +90,7 @@ def test_an_application_with_batch_norm_trains_as_in_one_stage() -> None:
     assert_same(one, four, tolerance=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "alpha"), [("MobileNet", 0.25), pytest.param("MobileNetV2", 0.35, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("name", "alpha"), [("MobileNet", 0.25), soaked("MobileNetV2", 0.35)])
 def test_a_step_in_float32_is_that_of_plain_micro_batches(name: str, alpha: float) -> None:
     """Without Grappler, which rounds in another way in every graph: see docs/keras_applications.md."""
     use_floats("float32")

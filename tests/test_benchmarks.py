@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import soaked
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "examples" / "benchmarks" / "run.py"
@@ -52,9 +53,7 @@ def figures(docs: Path, name: str) -> dict:
     return json.loads((docs / "benchmarks.json").read_text())[name]["rows"]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
-)
+@pytest.mark.parametrize("name", [name if name in SHORT else soaked(name) for name in NAMES])
 def test_runs_and_writes(name, written):
     if name == "growth":
         pytest.importorskip("matplotlib")

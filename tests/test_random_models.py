@@ -21,7 +21,7 @@ import hypothesis
 import keras
 import numpy as np
 import pytest
-from helpers import scope_of, use_floats
+from helpers import scope_of, soaked, use_floats
 from hypothesis import HealthCheck, given, settings
 from random_models import Recipe, compile_arguments, counts_of, data_of, make_model, recipes
 
@@ -32,7 +32,7 @@ VALIDATION_ROWS = 3
 DRAWS = int(os.environ.get("GPIPE_DRAWS", "200"))
 SEED = int(os.environ.get("GPIPE_SEED", "0"))
 SHORT, PARTS = 12, 4
-LONG = [pytest.param(range(i, DRAWS, PARTS), marks=pytest.mark.soak) for i in range(SHORT, SHORT + PARTS)]
+LONG = [soaked(range(i, DRAWS, PARTS)) for i in range(SHORT, SHORT + PARTS)]
 
 
 @pytest.fixture(autouse=True)

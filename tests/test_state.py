@@ -147,7 +147,7 @@ def test_a_counter_that_depends_on_itself(condition):
         return x * (1.0 + ops.cast(layer.n, "float32"))
 
     _, piped = assert_same_as_plain(model_of(move), tf_gpipe.GPipeStrategy(2, 4))
-    assert int(piped.get_layer("state_0").n) == 7 if condition == "while" else 3
+    assert int(piped.get_layer("state_0").n) == (7 if condition == "while" else 3)
 
 
 def test_a_counter_inside_a_branch_and_a_function_that_see_the_data():

@@ -76,8 +76,6 @@ class TracedGraph:
         """Positions of the inputs of a tensor's operation that it follows from; perhaps `HIDDEN`."""
         op = tensor.op
         every = range(len(op.inputs))
-        if tensor.name in self.positions:
-            return ()
         if op.type == "IdentityN":
             return [tensor.value_index]
         if op.type in _CALLS:
